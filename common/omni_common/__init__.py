@@ -1,0 +1,1 @@
+"""What every Omnibus process shares: frames, sockets, tensors in shared memory, pipeline files. Imports no torch."""

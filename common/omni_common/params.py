@@ -1,0 +1,85 @@
+"""Per-request parameters of a stage, typed by the kind of its engine.
+
+The YAML's `params:` of a stage, `--set stages.X.params.Y=`, `sampling_params_list` and the request's own fields all
+end in one of these structs, so a wrong key or range is refused in one place, before anything is placed. Precedence:
+YAML < platform overlay < global flags < `--set` < request.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from omni_common.errors import invalid
+from omni_common.frames import Params
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Autoregressive text. Temperature 0 is greedy."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    top_p: Probability = 1.0
+    #: 0 or -1: off.
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Probability = 0.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] = 1.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    stop: Annotated[list[str], Meta(max_length=16)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class Recognition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Speech to text."""
+
+    #: ISO 639-1, empty: the model's own language or a guess.
+    language: str = ""
+    #: Words that the audio is likely to hold; conditions the decoder.
+    prompt: str = ""
+    temperature: Probability = 0.0
+    #: Ask for word or segment times.
+    timestamps: bool = False
+
+
+class Speech(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text to speech, and the decoding of its latents."""
+
+    voice: str = ""
+    speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
+
+
+class NoParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A stage that takes no parameters."""
+
+
+AnyParams = Sampling | Recognition | Speech | NoParams
+
+#: Which struct an engine's parameters are. Names are those of `engine:` in a pipeline file.
+BY_ENGINE: dict[str, type[AnyParams]] = {
+    "llamacpp": Sampling,
+    "recogniser": Recognition,
+    "onnx": Speech,
+    "fake": Sampling,
+}
+
+
+def check_params(engine: str, params: Params, where: str) -> AnyParams:
+    """Return `params` as the engine's struct.
+
+    Raises OmniError 400 whose `param` is `where` plus the offending key.
+    """
+    kind = BY_ENGINE.get(engine, NoParams)
+    try:
+        return msgspec.convert(params, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path = text.rpartition("at `$")[2].rstrip("`") if "at `$" in text else ""
+        if "unknown field" in text:
+            path = "." + text.split("`")[1]
+        raise invalid(f"{where}{path}: {text.split(' - at')[0]}", where + path) from None

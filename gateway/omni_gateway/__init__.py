@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI's shapes in front of the bus."""
