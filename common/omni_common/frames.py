@@ -4,7 +4,7 @@ This module is the protocol's only source; `docs/protocol.md` is generated from 
 multipart: part 0 is one msgpack map with a `type` tag, parts 1.. are raw tensor bytes that the map refers to by
 index. Any msgpack implementation can speak it. Unknown fields are ignored; an unknown type is answered with `error`.
 
-Planes: control frames travel between a peer (gateway, worker, command line) and the scheduler over DEALER/ROUTER;
+Planes: control frames travel between a peer (gateway or worker) and the scheduler over DEALER/ROUTER;
 data frames (`chunk`, `grant`, `release`) travel straight between peers, each into the other's PULL inbox.
 """
 
@@ -20,7 +20,7 @@ CLIENT = "client"
 Scalar = bool | int | float | str | None
 #: A stage's parameters for one request; which keys are valid is decided by the engine's type in `params.py`.
 Params = dict[str, Scalar | list[str | int]]
-Role = Literal["worker", "gateway", "cli"]
+Role = Literal["worker", "gateway"]
 WorkerState = Literal["loading", "ready", "draining", "failed"]
 
 
@@ -328,13 +328,9 @@ class Closed(Frame):
 
 
 class Bye(Frame):
-    """A peer leaves in order; what it held has been finished or handed back."""
+    """A peer leaves in order; what it held has been finished or handed back. Answered by `bye`: now it may go."""
 
     reason: str = ""
-
-
-class Ask(Frame):
-    """Command line: asks for a `fleet` now."""
 
 
 # ------------------------------------------------------------------------------------------ control plane: scheduler
@@ -405,7 +401,7 @@ class Close(Frame):
 
 
 class Lost(Frame):
-    """Scheduler to all: this incarnation is dead. Its slots come back, its connections close, its frames are dropped."""
+    """Scheduler to all: this incarnation is gone. Its slots come back, connections to it close."""
 
     incarnation: str
 
@@ -451,7 +447,7 @@ class StageStatus(Struct):
 
 
 class Fleet(Frame):
-    """Scheduler to gateways and command line: who is there, on every change and once a second."""
+    """Scheduler to gateways: who is there, on every change and once a second."""
 
     scheduler: str
     stages: list[StageStatus] = []
@@ -479,7 +475,7 @@ class Error(Frame):
 
 Plain = (
     Chunk | Grant | Release
-    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Bye | Ask
+    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Bye
     | Welcome | Refused | Place | Placed | Rejected | Close | Lost | Drain | Fenced | Fleet
     | Error
 )  # fmt: skip

@@ -22,7 +22,7 @@ class Node(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Stage(Node):
     #: `llamacpp`, `recogniser`, `onnx`, or `fake` (test rig).
     engine: str
-    #: Which model of the engine; names are the engine's (a prepared folder, or `module:Class` below omni_worker.models).
+    #: Which model of the engine: a prepared folder (`omni prepare`), or a module of `omni_worker.models`.
     model: str = ""
     #: Stages that feed this one (the client is named in `tasks`).
     inputs: list[Name] = []

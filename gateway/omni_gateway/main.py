@@ -1,0 +1,65 @@
+"""`omni-gateway`: the HTTP API on one address, over the bus."""
+
+import argparse
+import logging
+import os
+
+from aiohttp import web
+
+from omni_common.errors import OmniError
+from omni_common.service import Common, Stop, run_service
+from omni_gateway.app import create_app, make_runner
+from omni_gateway.context import Settings
+from omni_gateway.link import Link
+
+log = logging.getLogger("omni.gateway")
+
+#: Seconds that requests in flight get when the gateway is asked to end.
+DRAIN_S = 10.0
+
+
+async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> None:
+    link = Link(common.run, arguments.name, common.pipelines, arguments.arena_mib, stop)
+    await link.start()
+    settings = Settings(
+        api_keys=tuple(arguments.api_key + os.environ.get("OMNI_API_KEY", "").split()),
+        cors_origins=tuple(arguments.cors_origin),
+        max_body_bytes=arguments.max_body_mib << 20,
+        chat_audio_form=arguments.chat_audio_form,
+    )
+    runner = make_runner(create_app(link, settings), shutdown_s=DRAIN_S)
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, arguments.host, arguments.port, reuse_port=arguments.reuse_port or None)
+        try:
+            await site.start()
+        except OSError as error:
+            raise OmniError(f"cannot listen on {arguments.host} port {arguments.port}: {error.strerror}") from None
+        log.info("listening on http://%s:%d", arguments.host, arguments.port)
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        await link.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="omni-gateway", description=__doc__)
+    parser.add_argument("--name", default=f"gateway-{os.getpid()}", help="how logs and `omni status` call it")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--reuse-port", action="store_true", help="share the port with other gateways of this host")
+    parser.add_argument(
+        "--api-key", action="append", default=[], help="asked for on every route but /health; several are possible "
+        "(also OMNI_API_KEY, separated by spaces, which other users of this machine cannot see)",
+    )  # fmt: skip
+    parser.add_argument("--cors-origin", action="append", default=[], help="origin of pages that may call; * for all")
+    parser.add_argument("--max-body-mib", type=int, default=64)
+    parser.add_argument("--arena-mib", type=int, default=64, help="shared memory for media that clients send")
+    parser.add_argument(
+        "--chat-audio-form", choices=["openai", "content"], default="openai", help="layout of streamed chat audio"
+    )
+    return run_service(parser, serve)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

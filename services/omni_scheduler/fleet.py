@@ -1,0 +1,143 @@
+"""The registry of peers and the choice of replicas. Pure: times are given."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from omni_common.frames import Beat, Hello, Replica, StageStatus, State
+
+#: Seconds without a frame after which a peer is asked about, and declared dead.
+SUSPECT_S = 3.0
+DEAD_S = 5.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One process that said hello."""
+
+    hello: Hello
+    seen: float
+    since: float
+    state: State = field(default_factory=lambda: State(state="loading"))
+    beat: Beat = field(default_factory=Beat)
+    #: When the beat's step counter last changed, or the engine last became busy.
+    progress: float = 0.0
+    #: Requests placed here that are not closed.
+    placed: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.incarnation
+
+    @property
+    def ready(self) -> bool:
+        return self.state.state == "ready"
+
+    @property
+    def free(self) -> int:
+        return self.hello.slots - len(self.placed)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """What the scheduler needs of a pipeline file's stage."""
+
+    digest: str
+    stall_s: float
+    load_s: float
+
+
+class Fleet:
+    """Every live peer by incarnation."""
+
+    def __init__(self, stages: dict[str, StageSettings]) -> None:
+        self.stages = stages
+        self.peers: dict[str, Peer] = {}
+
+    def refusal(self, hello: Hello, version: int) -> str:
+        """Why this peer cannot take part; empty when it can."""
+        if hello.version != version:
+            return f"protocol version {hello.version} of {hello.name} does not fit version {version} of the scheduler"
+        if hello.role != "worker":
+            return ""
+        settings = self.stages.get(hello.stage)
+        if settings is None:
+            return f"no pipeline served here has a stage {hello.stage!r}; it has {', '.join(sorted(self.stages))}"
+        if hello.digest != settings.digest:
+            return (
+                f"stage {hello.stage}: the worker's engine, model or options differ from the scheduler's "
+                f"(digest {hello.digest}, expected {settings.digest}); start both with the same pipeline file and --set"
+            )
+        return ""
+
+    def of_stage(self, stage: str) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.hello.stage == stage]
+
+    def choose(self, stage: str) -> Peer | None:
+        """The ready replica with the smallest share of its slots taken; None when all are full or none is ready."""
+        able = [peer for peer in self.of_stage(stage) if peer.ready and peer.free > 0]
+        return min(able, key=lambda peer: (len(peer.placed) / peer.hello.slots, peer.name), default=None)
+
+    def missing(self, stages: Iterable[str]) -> list[str]:
+        """Those of `stages` that have no ready replica."""
+        return [stage for stage in stages if not any(peer.ready for peer in self.of_stage(stage))]
+
+    def silent(self, now: float) -> list[tuple[str, str]]:
+        """(incarnation, why) of every peer that must be declared dead now."""
+        dead = []
+        for peer in self.peers.values():
+            settings = self.stages.get(peer.hello.stage)
+            loading = settings is not None and peer.state.state == "loading"
+            quiet = now - peer.seen
+            if settings and loading and now - peer.since > settings.load_s:
+                dead.append((peer.incarnation, f"not ready after {settings.load_s:.0f} s ({peer.state.detail})"))
+            elif quiet > (settings.load_s if settings and loading else DEAD_S):
+                dead.append((peer.incarnation, f"silent for {quiet:.1f} s"))
+            elif settings and peer.ready and peer.beat.busy and now - peer.progress > settings.stall_s:
+                dead.append((peer.incarnation, f"hung: busy without progress for {now - peer.progress:.1f} s"))
+        return dead
+
+    def beat(self, peer: Peer, beat: Beat, now: float) -> None:
+        if beat.steps != peer.beat.steps or not peer.beat.busy:
+            peer.progress = now
+        peer.beat = beat
+
+    def status(self, stage: str, waiting: int) -> StageStatus:
+        peers = self.of_stage(stage)
+        ready = sum(peer.ready for peer in peers)
+        if ready:
+            missing = ""
+        elif peers:
+            states = {f"{p.name} is {p.state.state}" + (f": {p.state.detail}" if p.state.detail else "") for p in peers}
+            missing = "; ".join(sorted(states))
+        else:
+            missing = "no worker is registered"
+        return StageStatus(stage, ready, waiting, missing)
+
+    def replicas(self, now: float) -> list[Replica]:
+        return [
+            Replica(
+                name=peer.name,
+                incarnation=peer.incarnation,
+                stage=peer.hello.stage,
+                state=peer.state.state,
+                detail=peer.state.detail,
+                progress=peer.state.progress,
+                pid=peer.hello.pid,
+                host=peer.hello.host,
+                slots=peer.hello.slots,
+                running=len(peer.placed),
+                steps=peer.beat.steps,
+                produced=peer.beat.produced,
+                step_s=peer.beat.step_s,
+                arena_used=peer.beat.arena_used,
+                arena_total=peer.beat.arena_total,
+                sent=peer.beat.sent,
+                silent_s=round(now - peer.seen, 3),
+            )
+            for peer in sorted(self.peers.values(), key=lambda peer: peer.name)
+            if peer.hello.role == "worker"
+        ]

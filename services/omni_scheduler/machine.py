@@ -1,0 +1,339 @@
+"""The scheduler's decisions: frames and deaths in, frames out. Pure; `main.py` puts it on sockets and a clock."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from omni_common.frames import (
+    PROTOCOL_VERSION,
+    Beat,
+    Bye,
+    Cancel,
+    Close,
+    Closed,
+    Done,
+    Error,
+    Failed,
+    Fenced,
+    Hello,
+    Lost,
+    Plain,
+    Refused,
+    Rejected,
+    State,
+    Submit,
+    Welcome,
+)
+from omni_common.frames import (
+    Fleet as FleetFrame,
+)
+from omni_common.pipeline import Pipeline
+from omni_scheduler.fleet import DEAD_S, Fleet, Peer, StageSettings
+from omni_scheduler.request import (
+    ENDED,
+    Assigned,
+    Assignment,
+    Cancelled,
+    Event,
+    Expired,
+    Finished,
+    HolderClosed,
+    Phase,
+    Refusal,
+    ReplicaLost,
+    Request,
+    Send,
+    StageFailed,
+)
+
+log = logging.getLogger("omni.scheduler")
+
+#: How long a request waits for a stage of which not even a loading worker is known: time for a restart to register.
+MISSING_S = 2.0
+#: Incarnations declared dead that are remembered to be told so.
+FENCED = 4096
+
+
+class Scheduler:
+    """State of one scheduler. Each method takes the time (monotonic seconds) and returns what to send, in order."""
+
+    def __init__(self, incarnation: str, pipelines: dict[str, Pipeline]) -> None:
+        self.incarnation = incarnation
+        self.pipelines = pipelines
+        self.fleet = Fleet(
+            {
+                name: StageSettings(stage.digest(name), stage.stall_s, stage.load_s)
+                for pipeline in pipelines.values()
+                for name, stage in pipeline.stages.items()
+            }
+        )
+        self.requests: dict[str, Request] = {}
+        self.queue: deque[str] = deque()
+        self.counts = dict.fromkeys(("admitted", "completed", "failed", "cancelled", "rejected", "deaths"), 0)
+        #: True when gateways should hear of the fleet before the next tick.
+        self.changed = False
+        self._fenced: dict[str, str] = {}
+        self._ticked: float | None = None
+
+    # ------------------------------------------------------------------------------------------------------ inputs
+
+    def received(self, sender: str, frame: Plain, now: float) -> list[Send]:
+        """A control frame of the peer with incarnation `sender`."""
+        if isinstance(frame, Hello):
+            return self._hello(sender, frame, now)
+        peer = self.fleet.peers.get(sender)
+        if peer is None:
+            if sender in self._fenced:
+                return [Send(sender, Fenced(self._fenced[sender]))]
+            return [Send(sender, Error("unknown_peer", "say hello first"))]
+        peer.seen = now
+        handler = HANDLERS.get(type(frame))
+        if handler is None:
+            return [Send(sender, Error("unexpected_frame", f"{type(frame).__name__} is not for the scheduler"))]
+        return handler(self, peer, frame, now)
+
+    def gone(self, incarnation: str, why: str, now: float) -> list[Send]:
+        """A peer is dead for certain, or declared so: fence it and settle its requests."""
+        peer = self.fleet.peers.pop(incarnation, None)
+        if peer is None:
+            return []
+        self._fenced[incarnation] = why
+        while len(self._fenced) > FENCED:
+            del self._fenced[next(iter(self._fenced))]
+        self.changed = True
+        self.counts["deaths"] += not why.startswith("left")
+        sends = [Send(incarnation, Fenced(why))] if "silent" in why or "hung" in why else []
+        if peer.hello.role == "gateway":
+            mine = [request for request in self.requests.values() if request.gateway == incarnation]
+            event: Event = Cancelled("its gateway is gone", gateway_alive=False)
+        else:
+            mine = [self.requests[request_id] for request_id in sorted(peer.placed)]
+            event = ReplicaLost(incarnation, peer.name, why)
+        log.log(
+            logging.WARNING if mine else logging.INFO,
+            "%s (%s) is gone: %s; requests: %s",
+            peer.name,
+            incarnation,
+            why,
+            [request.request_id for request in mine],
+        )
+        for request in mine:
+            sends += self._apply(request, event)
+        sends += [Send(other, Lost(incarnation)) for other in self.fleet.peers]
+        return sends + self._place(now)
+
+    def tick(self, now: float) -> list[Send]:
+        """Deadlines and silences; call a few times a second."""
+        stalled = now - self._ticked if self._ticked is not None else 0.0
+        self._ticked = now
+        if stalled > DEAD_S / 2:
+            # This process itself was stopped: what the peers sent meanwhile is still in its sockets.
+            for peer in self.fleet.peers.values():
+                peer.seen += stalled
+                peer.progress += stalled
+        sends: list[Send] = []
+        for incarnation, why in self.fleet.silent(now):
+            sends += self.gone(incarnation, why, now)
+        for request in list(self.requests.values()):
+            sends += self._check_deadlines(request, now)
+        return sends + self._place(now)
+
+    def status(self, now: float) -> FleetFrame:
+        """What gateways are told of the fleet."""
+        self.changed = False
+        running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
+        queued = [self.requests[request_id] for request_id in self.queue]
+        return FleetFrame(
+            scheduler=self.incarnation,
+            stages=[
+                self.fleet.status(stage, sum(stage in request.plan.stages for request in queued))
+                for stage in self.fleet.stages
+            ],
+            replicas=self.fleet.replicas(now),
+            gateways=len(self.gateways()),
+            queued=len(queued),
+            running=len(running),
+            **self.counts,
+        )
+
+    def gateways(self) -> list[str]:
+        return [peer.incarnation for peer in self.fleet.peers.values() if peer.hello.role == "gateway"]
+
+    # -------------------------------------------------------------------------------------------------- peer frames
+
+    def _hello(self, sender: str, hello: Hello, now: float) -> list[Send]:
+        if sender != hello.incarnation:
+            return [Send(sender, Refused("the routing identity must be the incarnation"))]
+        if sender in self._fenced:
+            return [Send(sender, Fenced(self._fenced[sender]))]
+        refusal = self.fleet.refusal(hello, PROTOCOL_VERSION)
+        if refusal:
+            log.warning("refused %s: %s", hello.name, refusal)
+            return [Send(sender, Refused(refusal))]
+        if sender not in self.fleet.peers:
+            self.fleet.peers[sender] = Peer(hello, seen=now, since=now, progress=now)
+            self.changed = True
+            log.info("%s (%s) is here", hello.name, sender)
+        sends = [Send(sender, Welcome(self.incarnation))]
+        for held in hello.holding:
+            if held.request_id not in self.requests:
+                sends.append(Send(sender, Close(held.request_id, "unknown to the scheduler")))
+        return sends
+
+    def _state(self, peer: Peer, state: State, now: float) -> list[Send]:
+        if state.state != peer.state.state:
+            log.info("%s is %s%s", peer.name, state.state, f": {state.detail}" if state.detail else "")
+            self.changed = True
+            peer.progress = now
+        peer.state = state
+        return self._place(now) if peer.ready else []
+
+    def _beat(self, peer: Peer, beat: Beat, now: float) -> list[Send]:
+        self.fleet.beat(peer, beat, now)
+        return []
+
+    def _bye(self, peer: Peer, bye: Bye, now: float) -> list[Send]:
+        answer = Send(peer.incarnation, Bye("goodbye"))
+        if peer.placed or peer.hello.role == "gateway":
+            return [answer, *self.gone(peer.incarnation, f"left: {bye.reason}", now)]
+        del self.fleet.peers[peer.incarnation]
+        self.changed = True
+        log.info("%s has left: %s", peer.name, bye.reason)
+        return [answer, *(Send(other, Lost(peer.incarnation)) for other in self.fleet.peers)]
+
+    def _submit(self, peer: Peer, submit: Submit, now: float) -> list[Send]:
+        if submit.request_id in self.requests:
+            return []
+        pipeline = self.pipelines.get(submit.pipeline)
+        if pipeline is None or submit.task not in pipeline.tasks:
+            return self._reject(peer, submit, "unknown_pipeline", f"no pipeline {submit.pipeline} does {submit.task}")
+        try:
+            plan = pipeline.plan(submit.task, submit.inputs, submit.outputs)
+        except ValueError as error:
+            return self._reject(peer, submit, "unsupported_modality", str(error))
+        request = Request(submit, peer.incarnation, peer.hello.inbox, plan, since=now)
+        self.requests[submit.request_id] = request
+        self.queue.append(submit.request_id)
+        sends = self._place(now)
+        if request.phase is Phase.QUEUED:
+            waiting = sum(self.requests[other].submit.pipeline == pipeline.name for other in self.queue)
+            if waiting > pipeline.limits.queue:
+                message = f"{waiting - 1} requests wait already; {pipeline.limits.queue} may"
+                sends += self._apply(request, Refusal("queue_full", message, 429, retry_after_s=1.0))
+        return sends
+
+    def _reject(self, peer: Peer, submit: Submit, code: str, message: str) -> list[Send]:
+        self.counts["rejected"] += 1
+        return [Send(peer.incarnation, Rejected(submit.request_id, code, message, 400))]
+
+    def _cancel(self, peer: Peer, cancel: Cancel, now: float) -> list[Send]:
+        request = self.requests.get(cancel.request_id)
+        if request is None:
+            return [Send(peer.incarnation, Closed(cancel.request_id))]
+        return self._apply(request, Cancelled(cancel.reason)) + self._place(now)
+
+    def _done(self, peer: Peer, done: Done, now: float) -> list[Send]:
+        request = self.requests.get(done.request_id)
+        if request is None:
+            return [Send(peer.incarnation, Closed(done.request_id))]
+        return self._apply(request, Finished())
+
+    def _failed(self, peer: Peer, failed: Failed, now: float) -> list[Send]:
+        request = self.requests.get(failed.request_id)
+        if request is None or peer.incarnation not in request.holders:
+            return []
+        if failed.status >= 500:
+            log.warning("%s failed in %s: %s (%s)", failed.request_id, peer.name, failed.message, failed.code)
+        return self._apply(request, StageFailed(failed))
+
+    def _closed(self, peer: Peer, closed: Closed, now: float) -> list[Send]:
+        request = self.requests.get(closed.request_id)
+        peer.placed.discard(closed.request_id)
+        if request is None:
+            return []
+        return self._apply(request, HolderClosed(peer.incarnation)) + self._place(now)
+
+    def _error(self, peer: Peer, error: Error, now: float) -> list[Send]:
+        log.warning("%s says: %s (%s)", peer.name, error.message, error.code)
+        return []
+
+    # ----------------------------------------------------------------------------------------------------- decisions
+
+    def _apply(self, request: Request, event: Event) -> list[Send]:
+        before = request.phase
+        sends = request.apply(event)
+        if request.phase is not before:
+            if before is Phase.QUEUED:
+                self.queue.remove(request.request_id)
+            self.counts["admitted" if request.phase is Phase.RUNNING else request.phase.value] += 1
+        if request.gone:
+            del self.requests[request.request_id]
+        return [send for send in sends if send.peer in self.fleet.peers]
+
+    def _place(self, now: float) -> list[Send]:
+        """Start every queued request whose stages all have room, in order of arrival."""
+        sends: list[Send] = []
+        for request_id in list(self.queue):
+            request = self.requests[request_id]
+            chosen = {}
+            for stage in request.plan.stages:
+                peer = self.fleet.choose(stage)
+                if peer is None:
+                    break
+                chosen[stage] = peer
+            else:
+                for peer in chosen.values():
+                    peer.placed.add(request_id)
+                replicas = {
+                    stage: Assignment(stage, peer.incarnation, peer.hello.inbox) for stage, peer in chosen.items()
+                }
+                left = request.submit.total_s - (now - request.since)
+                sends += self._apply(request, Assigned(replicas, total_s=left))
+        return sends
+
+    def _check_deadlines(self, request: Request, now: float) -> list[Send]:
+        waited = now - request.since
+        if request.phase is Phase.RUNNING and waited > request.submit.total_s:
+            return self._apply(request, Expired())
+        if request.phase is not Phase.QUEUED:
+            return []
+        missing = self.fleet.missing(request.plan.stages)
+        hopeless = [stage for stage in missing if not self._expected(stage)]
+        if hopeless and waited > min(MISSING_S, request.submit.queue_s):
+            reasons = "; ".join(f"{stage}: {self.fleet.status(stage, 0).missing}" for stage in hopeless)
+            return self._apply(request, Refusal("stage_missing", f"cannot run now: {reasons}", 503, retry_after_s=2.0))
+        if waited > request.submit.queue_s:
+            why = f"no ready replica of {', '.join(missing)}" if missing else "all replicas are busy"
+            message = f"waited {waited:.1f} s for a place: {why}"
+            return self._apply(request, Refusal("queue_timeout", message, 504, retry_after_s=2.0))
+        return []
+
+    def _expected(self, stage: str) -> bool:
+        """A replica of the stage is on its way."""
+        return any(peer.state.state in ("loading", "ready") for peer in self.fleet.of_stage(stage))
+
+    def check(self) -> None:
+        """Assert the invariants; tests call it after every event."""
+        assert set(self.queue) == {r.request_id for r in self.requests.values() if r.phase is Phase.QUEUED}
+        for request in self.requests.values():
+            assert not request.gone, request.story
+            assert request.phase in ENDED or request.gateway in self.fleet.peers, request.story
+            if request.phase is Phase.RUNNING:
+                assert request.holders, request.story
+        for peer in self.fleet.peers.values():
+            assert len(peer.placed) <= max(peer.hello.slots, 0), peer.name
+            for request_id in peer.placed:
+                assert peer.incarnation in self.requests[request_id].holders, self.requests[request_id].story
+
+
+HANDLERS: dict[type[Plain], Callable[..., list[Send]]] = {
+    State: Scheduler._state,
+    Beat: Scheduler._beat,
+    Bye: Scheduler._bye,
+    Submit: Scheduler._submit,
+    Cancel: Scheduler._cancel,
+    Done: Scheduler._done,
+    Failed: Scheduler._failed,
+    Closed: Scheduler._closed,
+    Error: Scheduler._error,
+}
