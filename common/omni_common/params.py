@@ -54,6 +54,16 @@ class Speech(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
 
 
+#: Speeds that the speech stages speak at themselves; beyond them the gateway stretches the sound.
+NATIVE_SPEED = (0.5, 2.0)
+
+
+def split_speed(speed: float) -> tuple[float, float]:
+    """(what the talker does itself, the factor that is left to a time stretcher); their product is `speed`."""
+    native = min(max(speed, NATIVE_SPEED[0]), NATIVE_SPEED[1])
+    return native, speed / native
+
+
 class NoParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A stage that takes no parameters."""
 

@@ -4,6 +4,7 @@ Reading the file, `base:`, overlays and `--set` are in `pipeline_file.py`; nothi
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -99,7 +100,7 @@ class Pipeline(Node):
         """Every (producer, consumer) pair between stages."""
         return [(source, name) for name, stage in self.stages.items() for source in stage.inputs]
 
-    def plan(self, task: str, inputs: list[str], outputs: list[str]) -> "Plan":
+    def plan(self, task: str, inputs: Sequence[str], outputs: Sequence[str]) -> "Plan":
         """The part of the graph that a request needs: stages on a path from a present input to a wanted output.
 
         Raises ValueError naming the modality that the task cannot take or give.

@@ -232,6 +232,7 @@ class ControlServer(_Driven):
         self._on_frame = on_frame
         self._on_unreachable = on_unreachable
         self._turn: dict[str, list[Plain]] = {}
+        self._backlog: dict[str, deque[bytes]] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._socket.bind(address)
 
@@ -260,28 +261,47 @@ class ControlServer(_Driven):
         self._turn.setdefault(peer, []).append(frame)
 
     def flush(self) -> None:
-        """Send what is due; what meets a full pipe is tried again shortly, in order."""
+        """Send what this turn has to say; what meets a full pipe waits, in order, and holds nobody else."""
         if self._closed:
             return
         turn, self._turn = self._turn, {}
-        unreachable = []
         for peer, frames in turn.items():
-            try:
-                self._socket.send_multipart([peer.encode("latin-1"), wire.encode_all(frames)], zmq.NOBLOCK)
-            except zmq.Again:
-                if len(frames) < MAX_BACKLOG:
-                    self._turn[peer] = frames
-                else:
-                    unreachable.append(peer)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                unreachable.append(peer)
-        if self._turn and not (self._retry and self._retry.when() > self._loop.time()):
-            self._retry = self._loop.call_later(RETRY_S, self.flush)
+            message = wire.encode_all(frames)
+            backlog = self._backlog.get(peer)
+            if backlog is not None:
+                backlog.append(message)
+            elif not self._try(peer, message):
+                self._backlog[peer] = deque([message])
+        if self._backlog and self._retry is None:
+            self._retry = self._loop.call_later(RETRY_S, self._flush_backlog)
         self._sent()
-        for peer in unreachable:
-            self._on_unreachable(peer)
+
+    def _flush_backlog(self) -> None:
+        # A ROUTER is writable as soon as any of its pipes is, so its events do not tell when to try again.
+        self._retry = None
+        for peer, backlog in list(self._backlog.items()):
+            while backlog and self._try(peer, backlog[0]):
+                backlog.popleft()
+            if len(backlog) > MAX_BACKLOG:
+                log.error("gave up on %s, which takes nothing: %d messages wait", peer, len(backlog))
+                self._on_unreachable(peer)
+                backlog.clear()
+            if not backlog:
+                del self._backlog[peer]
+        self.flush()
+
+    def _try(self, peer: str, message: bytes) -> bool:
+        """False when the peer's pipe is full."""
+        try:
+            self._socket.send_multipart([peer.encode("latin-1"), message], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # Told later, so that the receiver may send.
+            self._loop.call_soon(self._on_unreachable, peer)
+        return True
 
     def close(self) -> None:
         if self._retry:

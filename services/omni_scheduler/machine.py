@@ -248,6 +248,9 @@ class Scheduler:
 
     def _closed(self, peer: Peer, closed: Closed, now: float) -> list[Send]:
         request = self.requests.get(closed.request_id)
+        if request is not None and request.phase not in ENDED:
+            log.error("%s closed %s, which it was not told to", peer.name, closed.request_id)
+            return []
         peer.placed.discard(closed.request_id)
         if request is None:
             return []

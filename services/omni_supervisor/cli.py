@@ -1,0 +1,127 @@
+"""`omni`: the command line."""
+
+import argparse
+import asyncio
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from omni_common.errors import OmniError
+from omni_common.paths import deploy_file, models_dir
+from omni_common.pipeline_check import PipelineError
+from omni_common.service import load_arguments, pipeline_arguments
+from omni_supervisor import commands, serve
+from omni_supervisor.describe import describe
+from omni_supervisor.plan import API_KEYS
+from omni_supervisor.prepare import list_names, load_list, prepare
+
+#: What was asked for cannot work as it stands: a wrong flag, pipeline or port. Nothing has been started.
+USAGE = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 when it failed, 2 when it could not be started as asked, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except PipelineError as error:
+        print(error.message, file=sys.stderr)
+        return USAGE
+    except OmniError as error:
+        print(f"omni: {error.message}", file=sys.stderr)
+        return USAGE if arguments.command == "serve" else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output is gone. Nothing more can be written, not even by the interpreter at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="omni", description="Serve omni-modality models, and talk to a server.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        command = subparsers.add_parser(name, help=about, description=about)
+        command.set_defaults(run=run)
+        return command
+
+    serve.add_arguments(add("serve", serve.serve, "Run a whole system on this machine: every process of it."))
+
+    command = add("ask", _talk, "Ask by text or by voice; the answer is streamed, and spoken if wanted.")
+    command.add_argument("question", nargs="?", default="")
+    command.add_argument("--audio", type=Path, metavar="FILE", help="a spoken question, or what the question is about")
+    _speech_arguments(command)
+    _client_arguments(command, model="embedded")
+
+    command = add("say", _talk, "Have a text spoken.")
+    command.add_argument("text")
+    command.add_argument("--speed", type=float, default=1.0)
+    _speech_arguments(command)
+    _client_arguments(command, model="speech")
+
+    command = add("transcribe", _talk, "Print what is said in an audio file.")
+    command.add_argument("file", type=Path)
+    command.add_argument("--format", default="text", choices=["text", "json", "verbose_json", "srt", "vtt"])
+    _client_arguments(command, model="embedded")
+
+    command = add("status", _talk, "Show stages, replicas, load and arenas of a running system.")
+    command.add_argument("--json", action="store_true", help="as the server says it")
+    _client_arguments(command)
+
+    command = add("validate", _validate, "Check pipelines and show their graph.")
+    command.add_argument("pipelines", metavar="PIPELINE", help="name, or file; several with commas")
+    pipeline_arguments(command)
+
+    command = add("prepare", _prepare, "Fetch the models of a pipeline, once.")
+    command.add_argument("name", choices=list_names())
+    command.add_argument("--models", type=Path, metavar="DIR", help=f"default {models_dir()}")
+
+    add("version", _version, "Print the version.")
+    return parser
+
+
+def _speech_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, metavar="FILE", help="keep the speech: .wav, .mp3, .flac, .opus, .aac")
+    command.add_argument("--play", action="store_true", help="play the speech as it comes")
+    command.add_argument("--voice", default="default")
+
+
+def _client_arguments(command: argparse.ArgumentParser, model: str = "") -> None:
+    if model:
+        command.add_argument("--model", default=model, help=f"pipeline, default {model}")
+    url = f"http://127.0.0.1:{serve.DEFAULT_PORT}"
+    command.add_argument("--url", default=url, help=f"default {url}")
+    key = next(iter(os.environ.get(API_KEYS, "").split()), "")
+    command.add_argument("--api-key", default=key, metavar="KEY", help=f"default ${API_KEYS}")
+
+
+_TALKS = {"ask": commands.ask, "say": commands.say, "transcribe": commands.transcribe, "status": commands.status}
+
+
+def _talk(arguments: argparse.Namespace) -> int:
+    asyncio.run(_TALKS[arguments.command](arguments))
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    print("\n\n".join(describe(pipeline) for pipeline in load_arguments(arguments).values()))
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    prepare(load_list(deploy_file("models", f"{arguments.name}.yaml")), arguments.models or models_dir())
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(importlib.metadata.version("omnibus"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

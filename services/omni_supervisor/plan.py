@@ -1,0 +1,73 @@
+"""Which processes one `omni serve` runs, and with what arguments. Pure."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from omni_common.pipeline import Pipeline, Stage
+
+Role = Literal["scheduler", "worker", "gateway"]
+#: Outside in: who takes new work stops first, who others need stops last.
+STOP_ORDER: tuple[Role, ...] = ("gateway", "worker", "scheduler")
+#: The gateway's keys, separated by spaces.
+API_KEYS = "OMNI_API_KEY"
+#: Seconds from start to serving for a process that loads nothing.
+START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One process to keep running. `load_s`: after so long without having been ready it is stuck."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    stage: str = ""
+    load_s: float = START_S
+    #: Added to the environment.
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def stages_of(pipelines: Iterable[Pipeline]) -> dict[str, Stage]:
+    """Stages of all pipelines; a shared one, on whose settings they agree, is served by the same workers."""
+    return {name: stage for pipeline in pipelines for name, stage in pipeline.stages.items()}
+
+
+def plan(arguments: argparse.Namespace, pipelines: dict[str, Pipeline], run_dir: Path) -> list[Unit]:
+    """Scheduler, a worker for every replica of every stage, gateway: in the order in which they are started.
+
+    `arguments` are those of `omni serve`.
+    """
+    common = ["--run-dir", str(run_dir), "--log-level", arguments.log_level, *pipeline_flags(arguments)]
+    units = [Unit("scheduler", "scheduler", _module("omni_scheduler.main", common))]
+    for name, stage in stages_of(pipelines.values()).items():
+        for replica in (f"{name}-{index}" for index in range(stage.replicas)):
+            argv = _module("omni_worker.main", ["--stage", name, "--name", replica, *common])
+            units.append(Unit(replica, "worker", argv, name, stage.load_s))
+    flags = ["--host", arguments.host, "--port", str(arguments.port)]
+    flags += _repeated("--cors-origin", arguments.cors_origin)
+    # Other users of the machine can read arguments, not the environment.
+    env = {API_KEYS: " ".join(arguments.api_key)} if arguments.api_key else {}
+    return [*units, Unit("gateway", "gateway", _module("omni_gateway.main", [*common, *flags]), env=env)]
+
+
+def pipeline_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags from which `omni_common.service.pipeline_arguments` parses these same values."""
+    flags = [f"--pipelines={arguments.pipelines}", *_repeated("--set", arguments.overrides)]
+    for name in ("platform", "temperature", "top_p", "max_tokens", "seed"):
+        value = getattr(arguments, name)
+        if value is not None:
+            flags.append(f"--{name.replace('_', '-')}={value}")
+    return flags
+
+
+def _repeated(flag: str, values: Sequence[str]) -> list[str]:
+    return [f"{flag}={value}" for value in values]
+
+
+def _module(module: str, flags: Sequence[str]) -> tuple[str, ...]:
+    # -P: a folder of that name where the command happens to be run is not ours.
+    return (sys.executable, "-P", "-m", module, *flags)

@@ -1,0 +1,241 @@
+"""Two nodes in one process over real sockets: edges, tensors by all three ways, releases, the end of a peer."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omni_common.edges import WINDOW_CHUNKS
+from omni_common.frames import ArenaTensor, Chunk, Grant, Link, Release, Text
+from omni_common.ids import new_incarnation
+from omni_common.node import QUEUE, Delivery, Node
+from omni_common.run_dir import RunDir
+from omni_common.sockets import Outbox, new_context
+
+ARENA = 4 << 20
+
+
+class Pair:
+    """A producer and a consumer joined by the edge `a>b` of request `r`."""
+
+    def __init__(self, run: RunDir, bind: str = "") -> None:
+        self.context = new_context()
+        self.got: list[Delivery] = []
+        self.gaps: list[str] = []
+        self.room: list[str] = []
+        self.a = Node(self.context, run, new_incarnation(), ARENA, lambda d: None, self.room.append, self.gap)
+        self.b = Node(self.context, run, new_incarnation(), ARENA, self.got.append, lambda r: None, self.gap, bind)
+
+    def gap(self, request_id: str, why: str) -> None:
+        self.gaps.append(why)
+
+    async def start(self) -> None:
+        await self.a.start()
+        await self.b.start()
+
+    def open(self, request_id: str = "r", consumer: bool = True) -> None:
+        self.a.open(request_id, 1, [], [Link("a>b", "b", self.b.incarnation, self.b.address)])
+        if consumer:
+            self.open_consumer(request_id)
+
+    def open_consumer(self, request_id: str = "r") -> None:
+        self.b.open(request_id, 1, [Link("a>b", "a", self.a.incarnation, self.a.address)], [])
+
+    def emit(self, start: int, last: bool = False, request_id: str = "r", **arrays: np.ndarray) -> None:
+        tensors = self.a.publish(arrays, 1)
+        assert tensors is not None
+        self.a.emit(request_id, ["a>b"], start, start + 1, last, Text(f"{start}"), tensors)
+
+    def take(self) -> Delivery:
+        """Like a consumer: use the first delivery up."""
+        delivery = self.got.pop(0)
+        self.b.used(delivery.chunk.request_id, delivery.chunk.edge, delivery.nbytes)
+        return delivery
+
+    async def close(self) -> None:
+        self.got.clear()
+        await self.a.close()
+        await self.b.close()
+        self.context.term()
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    pair = Pair(RunDir(tmp_path))
+    await pair.start()
+    yield pair
+    await pair.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_small_and_large_tensors_arrive_and_slots_come_back(pair: Pair) -> None:
+    pair.open()
+    small, large = np.arange(10, dtype=np.int64), np.arange(100_000, dtype=np.float32).reshape(100, 1000)
+    pair.emit(0, small=small, large=large)
+    pair.emit(1, last=True)
+    await until(lambda: len(pair.got) == 2)
+    delivery = pair.take()
+    assert isinstance(delivery.chunk.tensors["large"], ArenaTensor)
+    np.testing.assert_array_equal(delivery.arrays["small"], small)
+    np.testing.assert_array_equal(delivery.arrays["large"], large)
+    assert not delivery.arrays["large"].flags.writeable
+    view = delivery.arrays["large"][3:5]
+    del delivery
+    gc.collect()
+    await asyncio.sleep(0.02)
+    assert pair.a.arena.used > 0, "a slice still reads the slot"
+    del view
+    await until(lambda: pair.a.arena.used == 0)
+
+
+async def test_between_hosts_tensors_travel_as_parts(tmp_path: Path) -> None:
+    pair = Pair(RunDir(tmp_path), bind="tcp://127.0.0.1:*")
+    await pair.start()
+    pair.open()
+    large = np.arange(100_000, dtype=np.float32)
+    pair.emit(0, last=True, large=large, small=np.ones(3, np.int8))
+    await until(lambda: len(pair.got) == 1)
+    np.testing.assert_array_equal(pair.got[0].arrays["large"], large)
+    np.testing.assert_array_equal(pair.got[0].arrays["small"], np.ones(3, np.int8))
+    assert pair.a.arena.used == 0
+    assert set(pair.a.sent) == {"part"}
+    await pair.close()
+
+
+async def test_a_grant_before_the_placement_is_kept(pair: Pair) -> None:
+    pair.open_consumer()
+    await asyncio.sleep(0.02)
+    pair.open(consumer=False)
+    pair.emit(0, last=True)
+    await until(lambda: len(pair.got) == 1)
+
+
+async def test_credit_bounds_what_is_on_the_way_and_a_taken_chunk_gives_it_back(pair: Pair) -> None:
+    pair.open()
+    total = WINDOW_CHUNKS * 3
+    for start in range(total):
+        pair.emit(start, last=start == total - 1)
+    await until(lambda: len(pair.got) == WINDOW_CHUNKS)
+    await asyncio.sleep(0.02)
+    assert len(pair.got) == WINDOW_CHUNKS
+    assert pair.a.backlog("r") == total - WINDOW_CHUNKS
+    seen = []
+    while len(seen) < total:
+        await until(lambda: bool(pair.got))
+        seen.append(pair.take().chunk.start)
+    assert seen == list(range(total))
+    assert pair.room
+
+
+async def test_a_request_that_waits_does_not_hold_another(pair: Pair) -> None:
+    pair.open("r")
+    for start in range(WINDOW_CHUNKS + 5):
+        pair.emit(start)
+    pair.open("q")
+    pair.emit(0, last=True, request_id="q")
+    await until(lambda: any(delivery.chunk.request_id == "q" for delivery in pair.got))
+
+
+async def test_chunks_of_an_unknown_request_are_dropped_and_released(pair: Pair) -> None:
+    pair.open()
+    pair.b.close_request("r")
+    await asyncio.sleep(0.02)
+    pair.emit(0, last=True, large=np.zeros(100_000, np.float32))
+    await until(lambda: pair.b.stale_chunks == 1)
+    await until(lambda: pair.a.arena.used == 0)
+    assert pair.got == []
+
+
+async def test_closing_with_chunks_that_wait_for_credit_frees_them(pair: Pair) -> None:
+    pair.open(consumer=False)
+    pair.emit(0, large=np.zeros(100_000, np.float32))
+    assert pair.a.arena.held_by(QUEUE) > 0
+    pair.a.close_request("r")
+    assert pair.a.arena.used == 0
+    pair.a.close_request("r")
+
+
+async def test_a_full_arena_says_so_and_has_room_again(pair: Pair) -> None:
+    pair.open()
+    big = np.zeros(ARENA // 2 // 4 - 1000, np.float32)
+    pair.emit(0, big=big)
+    pair.emit(1, big=big)
+    assert pair.a.publish({"small": np.ones(3), "big": big}, 1) is None
+    await until(lambda: len(pair.got) == 2)
+    pair.take()
+    gc.collect()
+    await until(lambda: pair.a.publish({"big": big}, 1) is not None)
+
+
+async def test_a_missing_chunk_is_told_not_ignored(pair: Pair, tmp_path: Path) -> None:
+    pair.open()
+    outbox = Outbox(pair.context, pair.b.address)
+    outbox.send(Chunk("r", "a>b", pair.a.incarnation, 1, 0, 0, 1))
+    outbox.send(Chunk("r", "a>b", pair.a.incarnation, 1, 2, 2, 3))
+    await until(lambda: bool(pair.gaps))
+    assert "a>b" in pair.gaps[0]
+    outbox.close()
+
+
+async def test_a_forged_tensor_reference_is_refused(pair: Pair) -> None:
+    pair.open()
+    pair.emit(0, large=np.zeros(100_000, np.float32))
+    await until(lambda: len(pair.got) == 1)
+    outbox = Outbox(pair.context, pair.b.address)
+    forged = ArenaTensor("float32", [1 << 40], pair.a.incarnation, 0, 4 << 40, 1)
+    outbox.send(Chunk("r", "a>b", pair.a.incarnation, 1, 1, 1, 2, tensors={"x": forged}))
+    await until(lambda: bool(pair.gaps))
+    foreign = ArenaTensor("float32", [1], pair.b.incarnation, 0, 4, 1)
+    outbox.send(Chunk("r", "a>b", pair.a.incarnation, 1, 2, 2, 3, tensors={"x": foreign}))
+    await until(lambda: len(pair.gaps) == 2)
+    outbox.close()
+
+
+async def test_frames_that_do_not_belong_in_a_data_inbox_are_dropped(pair: Pair) -> None:
+    outbox = Outbox(pair.context, pair.a.address)
+    pair.open()
+    outbox.send(Grant("r", "a>b", "somebody else", 1, 0, 1000, 1000))
+    outbox.send(Grant("r", "no>edge", pair.b.incarnation, 1, 0, 1000, 1000))
+    outbox.send(Release("stranger", [(0, 1), (12345, 7), (-1, -1)]))
+    pair.emit(0, last=True)
+    await until(lambda: len(pair.got) == 1)
+    outbox.close()
+
+
+async def test_a_lost_peer_is_not_written_to_and_its_slots_come_back(pair: Pair) -> None:
+    pair.open()
+    pair.emit(0, large=np.zeros(100_000, np.float32))
+    await until(lambda: len(pair.got) == 1)
+    assert pair.a.arena.used > 0
+    await pair.b.close()
+    await asyncio.sleep(0.02)
+    assert pair.a.arena.used > 0, "a view could still be read"
+    pair.got.clear()
+    await until(lambda: pair.a.arena.used == 0)
+    pair.a.lost(pair.b.incarnation)
+    pair.emit(1, large=np.zeros(100_000, np.float32))
+    pair.a.close_request("r")
+    pair.a.lost(pair.b.incarnation)
+    assert pair.a.arena.used == 0
+
+
+async def test_views_that_outlive_the_node_do_no_harm(tmp_path: Path) -> None:
+    pair = Pair(RunDir(tmp_path))
+    await pair.start()
+    pair.open()
+    pair.emit(0, large=np.full(100_000, 7, np.float32))
+    await until(lambda: len(pair.got) == 1)
+    view = pair.got.pop().arrays["large"]
+    await pair.close()
+    assert (view == 7).all()
+    del view
+    gc.collect()
