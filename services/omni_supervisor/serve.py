@@ -20,7 +20,7 @@ from omni_supervisor.merged_log import MergedLog
 from omni_supervisor.plan import API_KEYS, plan
 from omni_supervisor.prepare import check_models
 from omni_supervisor.run_folder import run_folder
-from omni_supervisor.supervisor import NAME, Supervisor
+from omni_supervisor.supervisor import Supervisor
 
 DEFAULT_PORT = 8000
 
@@ -57,7 +57,6 @@ def serve(arguments: argparse.Namespace) -> int:
     with run_folder(arguments.run_dir, default_base()) as run:
         units = plan(arguments, pipelines, run.path)
         log = MergedLog(sys.stdout, width=max(len(unit.name) for unit in units))
-        log.line(NAME, f"starting {', '.join(unit.name for unit in units)}")
         url = local_url(arguments.host, arguments.port)
         started = time.monotonic()
 

@@ -70,6 +70,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        self._say(f"starting {', '.join(unit.name for unit in self._units)}")
         try:
             async with self._probe, asyncio.TaskGroup() as group:
                 keepers: dict[Role, list[asyncio.Task[None]]] = {role: [] for role in STOP_ORDER}

@@ -4,6 +4,8 @@ import argparse
 import importlib
 import os
 
+from threadpoolctl import threadpool_limits
+
 from omni_common.errors import OmniError
 from omni_common.paths import models_dir
 from omni_common.pipeline import Stage
@@ -38,8 +40,17 @@ def find_stage(common: Common, name: str) -> Stage:
     raise OmniError(f"no stage {name!r} in {', '.join(common.pipelines)}; there are {', '.join(known)}")
 
 
+def limit_threads(stage: Stage) -> None:
+    """Keep numeric libraries to the stage's threads: numpy's, which is loaded, and those that engines load later."""
+    threadpool_limits(stage.threads)
+    os.environ["OMP_NUM_THREADS"] = str(stage.threads)
+    # onnxruntime otherwise keeps a telemetry database in the user's home and writes into the temporary folder.
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+
 async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> None:
     stage = find_stage(common, arguments.stage)
+    limit_threads(stage)
     name = arguments.name or f"{arguments.stage}-{os.getpid()}"
     engine = make_engine(stage.engine)
     worker = Worker(common.run, name, arguments.stage, stage, engine, str(arguments.models or models_dir()), stop)

@@ -59,9 +59,12 @@ class Serving:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             line = child.cmdline()
-            module = line[line.index("-m") + 1].split(".")[0]
+            module = line[line.index("-m") + 1].split(".")[0].removeprefix("omni_")
             found[line[line.index("--name") + 1] if "--name" in line else module] = child
         return found
+
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self.children().items()}
 
     async def fleet(self) -> Fleet:
         omni = await asyncio.create_subprocess_exec(
@@ -132,7 +135,7 @@ async def test_starts_serves_and_stops_clean(serve, base: Path) -> None:
     assert f"http://127.0.0.1:{serving.port}/v1" in await serving.seen("ready after")
     fleet = await serving.fleet()
     assert {r.name: r.state for r in fleet.replicas} == {"one-0": "ready", "two-0": "ready", "three-0": "ready"}
-    assert set(serving.children()) == {"omni_scheduler", "omni_gateway", "one-0", "two-0", "three-0"}
+    assert set(serving.children()) == {"scheduler", "gateway", "one-0", "two-0", "three-0"}
     [run] = base.iterdir()
     assert run.stat().st_mode & 0o777 == 0o770
     assert await serving.end() == 0
@@ -170,34 +173,36 @@ async def test_kill_9_of_the_supervisor_leaves_no_orphan_and_nothing_in_the_way(
 async def test_a_killed_worker_is_used_again_and_nothing_else_is_restarted(serve) -> None:
     serving = await serve()
     await serving.ready()
-    before = {name: child.pid for name, child in serving.children().items()}
+    before = serving.pids()
     os.kill(before["two-0"], signal.SIGKILL)
     await serving.seen(r"two-0 has ended \(killed by SIGKILL")
     await serving.seen(r"^two-0 +\| .*is ready", 2)
     async with asyncio.timeout(PATIENCE_S):
         while {r.pid for r in (await serving.fleet()).replicas if r.state == "ready"} & {before["two-0"]}:
             await asyncio.sleep(0.1)
-    after = {name: child.pid for name, child in serving.children().items()}
+    after = serving.pids()
     assert after.pop("two-0") != before.pop("two-0")
     assert after == before
     assert await serving.end() == 0
 
 
-@pytest.mark.parametrize("name", ["omni_scheduler", "omni_gateway"])
+@pytest.mark.parametrize("name", ["scheduler", "gateway"])
 async def test_scheduler_and_gateway_come_back(serve, name: str) -> None:
     serving = await serve()
     await serving.ready()
-    before = {child: process.pid for child, process in serving.children().items()}
+    before = serving.pids()
     os.kill(before[name], signal.SIGKILL)
-    await serving.ready(2)
-    after = {child: process.pid for child, process in serving.children().items()}
+    up = {"scheduler": r"^scheduler \| .*three-0 is ready", "gateway": r"^gateway +\| .*listening"}
+    await serving.seen(up[name], 2)
+    assert {replica.state for replica in (await serving.fleet()).replicas} == {"ready"}
+    after = serving.pids()
     assert after.pop(name) != before.pop(name)
     assert after == before
     assert await serving.end() == 0
 
 
 async def test_a_stopped_worker_does_not_hold_up_the_end(serve) -> None:
-    serving = await serve("--stop-timeout", "0.5")
+    serving = await serve("--stop-timeout", "3")
     await serving.ready()
     serving.children()["one-0"].send_signal(signal.SIGSTOP)
     assert await serving.end() == 1

@@ -1,0 +1,189 @@
+"""`POST /v1/chat/completions`: asked by text or voice, answered in text and speech, whole or streamed."""
+
+import base64
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast, get_args
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from omni_common.errors import invalid
+from omni_common.frames import Audio, Text
+from omni_gateway.audio_store import AudioStore
+from omni_gateway.chat_ask import ChatJob, build_job
+from omni_gateway.chat_schema import ChatRequest
+from omni_gateway.chat_wire import (
+    AnswerAudio,
+    AnswerChoice,
+    AnswerMessage,
+    Chunks,
+    Completion,
+    ContentChunks,
+    Finish,
+    SpokenChunks,
+    Usage,
+    usage,
+)
+from omni_gateway.context import BUS, KEY_DIGEST, SETTINGS, AudioForm
+from omni_gateway.endpoint import Samples, decode_body, find_pipeline, run_stream, samples_of, sse_response
+from omni_gateway.errors import quoted
+from omni_gateway.media.encode import Encoder, encode
+from omni_gateway.stream import Event
+
+AUDIO_STORE = web.AppKey("audio_store", AudioStore)
+_FORM_HEADER = "x-omni-audio-form"
+_HEARD_RATE = 16_000
+#: An answer that cannot be spoken (emoji only) still gets a file that players open: this much silence.
+_SILENCE_S = 0.1
+
+
+def add_routes(app: web.Application) -> None:
+    app[AUDIO_STORE] = AudioStore()
+    app.router.add_post("/v1/chat/completions", chat)
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    body = await decode_body(request, ChatRequest)
+    settings = request.app[SETTINGS]
+    pipeline = find_pipeline(request.app[BUS], body.model, "chat", settings.default_pipeline)
+    form = body.audio_form or _header_form(request) or settings.chat_audio_form
+    job = await build_job(body, pipeline, form, request.app[AUDIO_STORE], request[KEY_DIGEST])
+    return await (_streamed(request, job) if body.stream else _whole(request, job))
+
+
+def _header_form(request: web.Request) -> AudioForm | None:
+    value = request.headers.get(_FORM_HEADER)
+    if value is not None and value not in get_args(AudioForm):
+        raise invalid(f"{_FORM_HEADER} is {quoted(value)}; use {' or '.join(get_args(AudioForm))}", _FORM_HEADER)
+    return cast(AudioForm | None, value)
+
+
+async def _whole(request: web.Request, job: ChatJob) -> web.Response:
+    encoder = Encoder(job.audio, job.ask.pipeline.audio_rate, whole=True) if job.audio else None
+    async with run_stream(request, job.ask) as run, _answering(request, job, run.request_id, encoder) as answer:
+        sound = b""
+        async for event in run:
+            answer.add(event)
+            if job.audio and isinstance(event.body, Audio):
+                sound += await answer.encoded(samples_of(event))
+        if job.audio:
+            sound += await answer.encoded(answer.filler()) + await answer.rest()
+    return web.Response(body=msgspec.json.encode(answer.completion(sound)), content_type="application/json")
+
+
+async def _streamed(request: web.Request, job: ChatJob) -> web.StreamResponse:
+    one_file = job.audio and job.form == "openai"
+    encoder = Encoder(job.audio, job.ask.pipeline.audio_rate) if job.audio and one_file else None
+    patience_s = request.app[SETTINGS].keep_alive_s
+    async with run_stream(request, job.ask, patience_s=patience_s) as run, sse_response(request) as sse:
+        async with _answering(request, job, run.request_id, encoder) as answer:
+            chunks = answer.chunks()
+            frames = chunks.start()
+            async for event in run:
+                answer.add(event)
+                if isinstance(event.body, Text) and event.body.text:
+                    frames += chunks.text(event.body.text)
+                elif isinstance(event.body, Audio) and (data := await answer.encoded(samples_of(event))):
+                    frames += chunks.sound(data)
+                if frames:
+                    await sse.send(frames)
+                    frames = b""
+            if job.audio:
+                for data in (await answer.encoded(answer.filler()), await answer.rest()):
+                    frames += chunks.sound(data) if data else b""
+                frames += chunks.sounded(answer.expires_at)
+        # Only now is the answer's audio id known to the next turn, which a client may ask as soon as it reads this.
+        await sse.send(frames + chunks.end(answer.finish, answer.usage()))
+    return sse.response
+
+
+class _Answer:
+    """What has come so far of one answer."""
+
+    def __init__(self, job: ChatJob, run_id: str, expires_at: int, encoder: Encoder | None) -> None:
+        self._job = job
+        self._rate = job.ask.pipeline.audio_rate
+        self._created = int(time.time())
+        self._run_id = run_id
+        self._samples = 0
+        self._read = 0
+        self._written = 0
+        self._pieces: list[str] = []
+        self.audio_id = f"audio_{run_id}"
+        self.expires_at = expires_at
+        self.finish: Finish = "stop"
+        #: Of one container for the whole answer; `None` where each piece is a file of its own, or there is no sound.
+        self._encoder = encoder
+
+    @property
+    def transcript(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, event: Event) -> None:
+        body = event.body
+        if isinstance(body, Text):
+            self._pieces.append(body.text)
+            self._written += len(body.ids)
+            self._read = body.prompt_tokens or self._read
+            self.finish = body.finish or self.finish
+        elif isinstance(body, Audio):
+            self._samples += len(samples_of(event))
+
+    def usage(self) -> Usage:
+        return usage(self._read, self._written, self._job.audio_in, _HEARD_RATE, self._samples, self._rate)
+
+    def filler(self) -> Samples:
+        """Silence for an answer that had no sound, else nothing."""
+        return np.zeros(0 if self._samples else int(_SILENCE_S * self._rate), np.float32)
+
+    async def encoded(self, samples: Samples) -> bytes:
+        """`samples` as the next piece of the container, or as a whole file in the `content` form."""
+        if self._encoder is not None:
+            return await self._encoder.feed(samples)
+        assert self._job.audio
+        return await encode(samples, self._job.audio, self._rate) if len(samples) else b""
+
+    async def rest(self) -> bytes:
+        return await self._encoder.finish() if self._encoder is not None else b""
+
+    def chunks(self) -> Chunks:
+        job = self._job
+        head = (f"chatcmpl-{self._run_id}", self._created, job.model, job.include_usage)
+        if not job.audio:
+            return Chunks(*head)
+        if job.form == "content":
+            return ContentChunks(*head, with_text=job.text)
+        return SpokenChunks(*head, audio_id=self.audio_id)
+
+    def completion(self, sound: bytes) -> Completion:
+        message = AnswerMessage(content=self.transcript)
+        if self._job.audio:
+            data = base64.b64encode(sound).decode()
+            content = self.transcript if self._job.form == "content" and self._job.text else None
+            message = AnswerMessage(content, AnswerAudio(self.audio_id, data, self.expires_at, self.transcript))
+        return Completion(
+            f"chatcmpl-{self._run_id}",
+            self._created,
+            self._job.model,
+            [AnswerChoice(message, self.finish)],
+            self.usage(),
+        )
+
+
+@asynccontextmanager
+async def _answering(
+    request: web.Request, job: ChatJob, run_id: str, encoder: Encoder | None
+) -> AsyncIterator[_Answer]:
+    """An `_Answer` whose encoder is freed, and whose words are remembered as far as they were said."""
+    store = request.app[AUDIO_STORE]
+    answer = _Answer(job, run_id, store.expiry(), encoder)
+    try:
+        yield answer
+    finally:
+        if job.audio:
+            store.put(request[KEY_DIGEST], answer.audio_id, answer.transcript, answer.expires_at)
+        if encoder is not None:
+            await encoder.close()
