@@ -15,6 +15,7 @@ import msgspec
 
 from omni_common.frames import Params
 from omni_common.params import BY_ENGINE, NoParams
+from omni_common.paths import deploy_dir
 from omni_common.pipeline import Pipeline
 from omni_common.pipeline_check import PipelineError, check, check_together, suggest
 from omni_common.yaml_marks import Node, YamlError, merge, nest, parse
@@ -25,7 +26,7 @@ EVERY_STAGE = "*"
 
 def known_pipelines() -> list[str]:
     """Names that `load_pipelines` finds without a path."""
-    return sorted(path.stem for path in _folder().glob("*.yaml") if "." not in path.stem)
+    return sorted(path.stem for path in deploy_dir("pipelines").glob("*.yaml") if "." not in path.stem)
 
 
 def load_pipelines(
@@ -60,12 +61,6 @@ def load_pipelines(
     return {pipeline.name: pipeline for _, pipeline in loaded}
 
 
-def _folder() -> Path:
-    """The pipelines of the installed package, or those of the checkout."""
-    packaged = Path(__file__).parent / "pipelines"
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "deploy" / "pipelines"
-
-
 def _find(name: str) -> Path:
     if "/" in name or name.endswith(".yaml"):
         path = Path(name).resolve()
@@ -75,7 +70,7 @@ def _find(name: str) -> Path:
     known = known_pipelines()
     if name not in known:
         raise PipelineError([f"no pipeline `{name}`; known: {', '.join(known)}"])
-    return (_folder() / f"{name}.yaml").resolve()
+    return (deploy_dir("pipelines") / f"{name}.yaml").resolve()
 
 
 # ------------------------------------------------------------------------------------------------- base and overlays

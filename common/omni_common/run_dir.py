@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from omni_common.errors import OmniError
 SOCKET_PATH_BYTES = 107
 #: Run folders that `omni serve` makes are named so, below `default_base()`.
 PREFIX = "omnibus-"
-_SCHEDULER_LOCK = "scheduler.lock"
+_LIFELINE = "scheduler.life"
 
 
 def default_base() -> Path:
@@ -28,25 +29,21 @@ def find_running() -> Path:
     given = os.environ.get("OMNI_RUN_DIR")
     if given:
         return Path(given)
-    running = [path for path in default_base().glob(PREFIX + "*") if _is_locked(path / _SCHEDULER_LOCK)]
+    running = [path for path in default_base().glob(PREFIX + "*") if _is_alive(path / _LIFELINE)]
     if len(running) == 1:
         return running[0]
     found = f"several run: {', '.join(map(str, sorted(running)))}" if running else "none runs here (`omni serve`)"
     raise OmniError(f"which run folder? {found}; name one with --run-dir or OMNI_RUN_DIR", code="run_dir")
 
 
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+def _is_alive(lifeline: Path) -> bool:
+    """A scheduler listens there. Connecting disturbs nobody, unlike trying the scheduler's lock."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(lifeline))
+        except OSError:
+            return False
+    return True
 
 
 class RunDir:
@@ -78,7 +75,7 @@ class RunDir:
     @property
     def lifeline(self) -> Path:
         """Unix socket of the scheduler that every process holds open."""
-        return self.path / "scheduler.life"
+        return self.path / _LIFELINE
 
     def inbox(self, incarnation: str) -> str:
         """ZeroMQ address of a process's data inbox."""
@@ -102,7 +99,7 @@ class RunDir:
 
         Returns the descriptor that holds it. Raises OmniError when another scheduler lives.
         """
-        descriptor = os.open(self.path / _SCHEDULER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
+        descriptor = os.open(self.path / "scheduler.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

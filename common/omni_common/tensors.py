@@ -136,8 +136,8 @@ def _over(data: bytes | memoryview, name: str, shape: Sequence[int]) -> Array:
     dtype = dtype_of(name)
     view = memoryview(data).toreadonly()
     _check_nbytes(dtype, shape, view.nbytes)
-    # frombuffer refuses an empty buffer.
-    return _reshape(np.frombuffer(view, dtype) if view.nbytes else np.empty(0, dtype), shape)
+    # frombuffer refuses an empty buffer, not an empty piece of one.
+    return _reshape(np.frombuffer(view or bytes(1), dtype, view.nbytes // dtype.itemsize), shape)
 
 
 def _check_nbytes(dtype: np.dtype[Any], shape: Sequence[int], nbytes: int) -> None:

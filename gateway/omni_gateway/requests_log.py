@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 _CLIENT_ID_CHARS = 128
 #: What nginx writes for a client that closed the connection.
 _CLIENT_CLOSED = 499
+#: Probes: at `info` they would bury everything else.
+_ASKED_EVERY_SECOND = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/omni/status"})
 
 
 @web.middleware
@@ -40,7 +42,8 @@ async def requests_log(request: web.Request, handler: Handler) -> web.StreamResp
     finally:
         metrics.in_flight.labels(route).dec()
         metrics.ended(route, status, outcome)
-        log.info(
+        log.log(
+            logging.DEBUG if route in _ASKED_EVERY_SECOND and status < 400 else logging.INFO,
             "%s %s %d %s %.3fs request=%s%s%s%s",
             request.method,
             ascii(shorten(request.path, 200))[1:-1],

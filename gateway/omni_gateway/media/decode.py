@@ -32,6 +32,8 @@ _OPTIONS = {"protocol_whitelist": "none", "format_whitelist": _CONTAINERS, "max_
 _CHANNELS = range(1, 9)
 #: In Hz. A single packet at 1 Hz would become gigabytes at 16 kHz.
 _RATES = range(4_000, 384_001)
+#: A second of sound comes in 400 packets at most (Opus of 2.5 ms); more is made to keep the decoder busy.
+_PACKETS_PER_SECOND = 1_000
 #: Shorter than any recogniser can use; a file without a single frame ends here too.
 _MIN_SECONDS = 0.01
 
@@ -102,6 +104,8 @@ class _Job:
             if self.stopped.is_set():
                 raise _bad("the request was cancelled", self.param)
             packets += 1
+            if packets > _PACKETS_PER_SECOND * (self.max_seconds + 1):
+                raise self._too_long()
             try:
                 frames = packet.decode()
             except FFmpegError:

@@ -16,7 +16,7 @@ from omni_common.frames import Audio, Latent, Text
 from omni_common.params import Speech, split_speed
 from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.onnx import Onnx
-from omni_worker.models import hibari_code2wav, hibari_graph, hibari_synth, hibari_talker
+from omni_worker.models import hibari_code2wav, hibari_graph, hibari_synth
 from omni_worker.models.hibari_text import GROUP
 
 pytestmark = pytest.mark.embedded
