@@ -43,7 +43,7 @@ async def requests_log(request: web.Request, handler: Handler) -> web.StreamResp
         metrics.in_flight.labels(route).dec()
         metrics.ended(route, status, outcome)
         log.log(
-            logging.DEBUG if route in _ASKED_EVERY_SECOND and status < 400 else logging.INFO,
+            logging.DEBUG if route in _ASKED_EVERY_SECOND else logging.INFO,
             "%s %s %d %s %.3fs request=%s%s%s%s",
             request.method,
             ascii(shorten(request.path, 200))[1:-1],

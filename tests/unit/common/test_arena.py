@@ -200,11 +200,9 @@ def test_many_random_cycles_leave_the_arena_empty_and_whole(make: Make) -> None:
         if ref is not None:
             held += [(name, mapped.view(ref, release(name)), array.tobytes()) for name in names]
         refused += ref is None
-        while held and (ref is None or chance.random() < 0.6):
-            del held[chance.randrange(len(held))]
-            ref = ref or arena.put(array[:0], {"a": 1})
-            if ref is not None and ref.nbytes == 0 and array.nbytes:
-                arena.release("a", [slot(ref)])
+        for _ in range(chance.randint(0, 3)):
+            if held:
+                del held[chance.randrange(len(held))]
         assert all(view.tobytes() == data for _, view, data in held)
     assert refused > 10
     held.clear()
@@ -272,7 +270,8 @@ def test_missing_memory_names_size_and_setting() -> None:
 import os, resource
 from omni_common.arena import Arena
 from omni_common.errors import OmniError
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+with open("/proc/self/statm") as statm:
+    used = int(statm.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), -1))
 before = sorted(os.listdir("/proc/self/fd"))
 try:

@@ -391,7 +391,7 @@ def test_what_has_no_plain_meaning_is_refused(text: str) -> None:
         parse(text, at)
 
 
-text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))
+text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=50)
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),

@@ -4,7 +4,7 @@ import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -31,9 +31,9 @@ def some(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """An array with any bits (0 and 1 for bool)."""
     dtype = dtype_of(name)
     if name == "bool":
-        return np.arange(math.prod(shape)).reshape(shape) % 3 == 0
-    raw = np.random.default_rng(len(shape)).integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8)
-    return raw.view(dtype).reshape(shape)
+        return np.array([n % 3 == 0 for n in range(math.prod(shape))], dtype).reshape(shape)
+    raw = np.random.default_rng(len(shape)).bytes(math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(bytearray(raw or bytes(8)), dtype, math.prod(shape)).reshape(shape)
 
 
 def same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
@@ -132,7 +132,7 @@ def test_a_view_cannot_be_written(reader: Reader) -> None:
 
 
 def derived(view: np.ndarray[Any, Any]) -> list[Any]:
-    return [view[1:3], view.reshape(-1)[::2], view.T, view.view(np.uint8), memoryview(view), np.asarray(view)[0][None]]
+    return [view[1:3], view.reshape(-1)[::2], view.T, view.view(np.uint8), view.data, np.asarray(view)[0][None]]
 
 
 @pytest.mark.parametrize("kind", range(6))
@@ -262,7 +262,7 @@ def test_shapes_beyond_numpy_are_refused(reader: Reader, shape: list[int]) -> No
     data = np.zeros(math.prod(shape), np.uint8)
     ref = reader.arena.put(data, {"reader": 1})
     assert ref is not None
-    tries = [
+    tries: list[Callable[[], object]] = [
         lambda: reader.view(change(ref, shape=shape)),
         lambda: from_inline(InlineTensor("uint8", shape, data.tobytes())),
         lambda: from_part(PartTensor("uint8", shape, 0), [data.tobytes()]),

@@ -171,3 +171,45 @@ def test_a_server_of_the_module_may_stay_and_change_its_children(run: Run) -> No
 def test_what_a_server_of_the_module_leaves_is_told_at_the_end(run: Run) -> None:
     text = run(SERVER.format(end="process.kill(); process.wait()"), passed=3, errors=1)
     assert re.search(r"the module left behind:\n  process \d+: sleep 3\n  file ", text), text
+
+
+def test_a_failed_test_is_not_told_what_it_left(run: Run) -> None:
+    run(
+        """
+def test_fails():
+    process = subprocess.Popen(["sleep", "1"])
+    assert process is None
+
+def test_is_not_blamed_for_the_one_before():
+    pass
+""",
+        passed=1,
+        failed=1,
+    )
+
+
+def test_an_interrupted_session_blames_nobody(run: Run) -> None:
+    text = run(
+        """
+@pytest.fixture(scope="module")
+def server():
+    process = subprocess.Popen(["sleep", "3"])
+    yield
+    process.kill()
+    KEEP.append(process)
+
+def test_passes():
+    pass
+
+def test_is_interrupted(server):
+    raise KeyboardInterrupt
+
+@pytest.fixture(scope="session", autouse=True)
+def tidy():
+    yield
+    for process in KEEP:
+        process.wait()
+""",
+        passed=1,
+    )
+    assert "left behind" not in text
