@@ -55,7 +55,7 @@ class ArenaTensor(Struct, tag_field="at", tag="arena"):
     shape: list[int]
     #: Incarnation of the process that owns the arena; its descriptor comes from `<run folder>/<incarnation>.fd`.
     arena: str
-    #: Byte offset in the arena, a multiple of 64.
+    #: Byte offset in the arena, a multiple of 4096.
     offset: int
     nbytes: int
     #: Counts the uses of this offset; a reference with another generation than the slot's header is stale.
@@ -63,7 +63,7 @@ class ArenaTensor(Struct, tag_field="at", tag="arena"):
 
 
 class PartTensor(Struct, tag_field="at", tag="part"):
-    """A tensor between hosts: the raw bytes are part `index` of the same ZeroMQ message."""
+    """A tensor between hosts: its raw bytes follow the frame, as raw part number `index` (from 0)."""
 
     dtype: str
     shape: list[int]

@@ -13,6 +13,8 @@ from msgspec import Meta
 from omni_common.errors import invalid
 from omni_common.frames import Params
 
+#: What every engine's C side can hold.
+INT_MAX = 2**31 - 1
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
@@ -22,17 +24,17 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     top_p: Probability = 1.0
     #: 0 or -1: off.
-    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=INT_MAX)] = 0
     min_p: Probability = 0.0
-    max_tokens: Annotated[int, Meta(ge=1)] = 256
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=INT_MAX)] = 256
+    min_tokens: Annotated[int, Meta(ge=0, le=INT_MAX)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] = 1.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     stop: Annotated[list[str], Meta(max_length=16)] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Annotated[int, Meta(ge=0, le=INT_MAX)]] = []
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
 class Recognition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

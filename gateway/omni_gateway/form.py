@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.http import HttpProcessingError
 
 from omni_common.errors import OmniError, invalid
 from omni_gateway.context import SETTINGS
@@ -42,7 +43,7 @@ async def read_form(request: web.Request, file: str, max_file_bytes: int) -> For
         raise invalid("The request body took too long to arrive.", code="request_timeout", status=408) from None
     except OmniError:
         raise
-    except (ValueError, AssertionError, web.HTTPException):
+    except (ValueError, AssertionError, HttpProcessingError, web.HTTPException):
         # aiohttp's parser gives up in all these ways.
         raise invalid("The body is not a valid multipart form.", code="invalid_form") from None
 

@@ -23,6 +23,7 @@ from msgspec import Meta
 from omni_common.errors import OmniError, invalid
 from omni_common.frames import Audio, Params, Text
 from omni_common.pipeline import Pipeline
+from omni_gateway.chat_schema import VoiceRef
 from omni_gateway.context import BUS, ERROR_CODE, SETTINGS
 from omni_gateway.endpoint import (
     Run,
@@ -46,10 +47,6 @@ _STREAM_FORMATS = ("audio", "sse")
 #: Speeds that talkers speak themselves; the rest of a request's speed is time stretching.
 _NATIVE_SPEED = (0.5, 2.0)
 _TOKENS_PER_S = 20
-
-
-class VoiceRef(msgspec.Struct):
-    id: str
 
 
 class SpeechRequest(msgspec.Struct, kw_only=True):

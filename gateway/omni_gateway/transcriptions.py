@@ -1,4 +1,4 @@
-"""`POST /v1/audio/transcriptions`: an upload to text, whole, with times, as subtitles, or streamed while it is heard."""
+"""`POST /v1/audio/transcriptions`: an upload to text, whole, with times, as subtitles, or streamed as it is heard."""
 
 import math
 import zlib

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from tests.support.rig import Rig, fake, running, until
+from support.rig import Rig, fake, running, until
 
 from omni_common.errors import OmniError
 from omni_gateway.stream import Event

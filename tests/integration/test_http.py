@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from tests.support.http import gateway
-from tests.support.rig import Rig, fake, running, until
+from support.http import gateway
+from support.rig import Rig, fake, running, until
 
 
 @pytest.fixture

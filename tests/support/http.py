@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from tests.support.rig import Rig, until
+from support.rig import Rig, until
 
 
 def free_port() -> int:

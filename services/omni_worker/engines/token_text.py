@@ -11,7 +11,7 @@ class TokenText:
     """The text of one answer, token by token.
 
     `detokenize(ids)` gives the text of ids together, with U+FFFD for bytes that are no whole character. Bytes that
-    never become a character come out as U+FFFD.
+    cannot become a character come out as U+FFFD; a character that the end of the answer cuts does not come out.
     """
 
     def __init__(self, detokenize: Callable[[list[int]], str], stop: list[str]) -> None:
@@ -42,10 +42,8 @@ class TokenText:
         return self._release(len(self._held) - self._overlap())
 
     def flush(self) -> str:
-        """What was held back, at the end of an answer that was not stopped by a stop string."""
-        tail = self._detokenize(self._pending)[self._out :] if self._pending else ""
-        self._pending = []
-        return self._release(len(self._held)) + tail
+        """What was held back as the beginning of a stop string, at the end of an answer without one."""
+        return self._release(len(self._held))
 
     def _characters(self, token: int, piece: str) -> str:
         if not self._pending and _BROKEN not in piece:

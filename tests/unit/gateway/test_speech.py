@@ -203,7 +203,9 @@ async def test_speed_beyond_the_talkers_own_is_stretched(http, bus, url, speed, 
     # The rig's talker speaks at one speed, so what is left to see is the stretching alone.
     assert len(data) / 2 / RATE == pytest.approx(SECONDS * native / speed, rel=0.04)
     heard = np.frombuffer(data, "<i2")
-    assert np.argmax(np.abs(np.fft.rfft(heard * np.hanning(len(heard))))) * RATE / len(heard) == pytest.approx(440, abs=3)
+    assert np.argmax(np.abs(np.fft.rfft(heard * np.hanning(len(heard))))) * RATE / len(heard) == pytest.approx(
+        440, abs=3
+    )
     _, _, events = await say(http, url, response_format="pcm", speed=speed, stream_format="sse")
     assert sound_of(events_of(events)) == data
 
