@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from omni_gateway import chat, health, models_api, status
+from omni_gateway import chat, health, models_api, speech, status, transcriptions, voices
 from omni_gateway.auth import auth
 from omni_gateway.context import BUS, METRICS, SETTINGS, Settings
 from omni_gateway.cors import allow_origin, cors
@@ -24,7 +24,7 @@ def create_app(bus: Bus, settings: Settings) -> web.Application:
     app.on_response_prepare.append(name_response)
     app.on_response_prepare.append(allow_origin)
     app.router.add_get("/metrics", show_metrics)
-    for module in (health, status, models_api, chat):
+    for module in (health, status, models_api, chat, speech, transcriptions, voices):
         module.add_routes(app)
     return app
 

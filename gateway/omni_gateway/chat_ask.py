@@ -5,8 +5,9 @@ import binascii
 from dataclasses import dataclass
 
 from omni_common.errors import invalid
-from omni_common.frames import Audio, AudioPart, Message, Params, Prompt, TextPart
+from omni_common.frames import AudioPart, Message, Params, Prompt, TextPart
 from omni_common.pipeline import Pipeline
+from omni_gateway.audio_input import RATE, given_audio
 from omni_gateway.audio_store import AudioStore
 from omni_gateway.chat_schema import AudioRef, ChatFormat, ChatMessage, ChatRequest, Part, VoiceRef, refuse_unsupported
 from omni_gateway.context import AudioForm
@@ -16,8 +17,6 @@ from omni_gateway.media.decode import decode_audio
 from omni_gateway.stream import Ask, Given
 
 _TASK = "chat"
-#: Of the audio that stages take, in Hz.
-_RATE = 16_000
 _FORMATS = frozenset({"wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm"})
 
 
@@ -53,7 +52,7 @@ async def build_job(
 
     reader = _Reader(pipeline, store, owner)
     messages = [await reader.message(i, message) for i, message in enumerate(request.messages)]
-    given = [Given("text", Prompt(messages=messages), 0, 1, last=True), *reader.given()]
+    given = [Given("text", Prompt(messages=messages), 0, 1, last=True), *given_audio(reader.audios)]
     inputs = ["text", "audio"] if reader.audios else ["text"]
     # A spoken answer needs its text too: it is the transcript.
     wanted: list[str] = ["text", "audio"] if audio_format else ["text"]
@@ -142,18 +141,6 @@ class _Reader:
         self._seconds_left = pipeline.limits.audio_s
         self.audios: list[Samples] = []
 
-    def given(self) -> list[Given]:
-        """The audios one after another, at positions in samples over all of them."""
-        pieces = []
-        start = 0
-        for index, samples in enumerate(self.audios):
-            end = start + len(samples)
-            body = Audio(rate=_RATE, index=index)
-            last = index == len(self.audios) - 1
-            pieces.append(Given("audio", body, start, end, last=last, arrays={"samples": samples}))
-            start = end
-        return pieces
-
     async def message(self, index: int, message: ChatMessage) -> Message:
         where = f"messages[{index}]"
         role = "system" if message.role == "developer" else message.role
@@ -209,9 +196,9 @@ class _Reader:
         if self._seconds_left <= 0:
             raise invalid(f"all audio together is longer than {limits.audio_s:g} s", where, code="audio_too_long")
         samples = await decode_audio(
-            data, max_seconds=self._seconds_left, max_bytes=limits.audio_mib << 20, rate=_RATE, param=where
+            data, max_seconds=self._seconds_left, max_bytes=limits.audio_mib << 20, rate=RATE, param=where
         )
-        self._seconds_left -= len(samples) / _RATE
+        self._seconds_left -= len(samples) / RATE
         self.audios.append(samples)
         return AudioPart(index=len(self.audios) - 1)
 

@@ -139,14 +139,6 @@ def build_params(
         stage = pipeline.stages[name]
         params: Params = {**stage.params, **overrides.get(name, {})}
         place = (where or {}).get(name, "")
-        for key, value in params.items():
-            # Frames carry no larger ones.
-            if any(
-                isinstance(v, int) and not -(2**63) <= v < 2**63
-                for v in (value if isinstance(value, list) else [value])
-            ):
-                path = f"{place}.{key}".lstrip(".")
-                raise invalid(f"{path} is out of range", path)
         try:
             checked = check_params(stage.engine, params, place)
         except OmniError as error:

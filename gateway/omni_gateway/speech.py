@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from omni_common.errors import OmniError, invalid
 from omni_common.frames import Audio, Params, Text
+from omni_common.params import split_speed
 from omni_common.pipeline import Pipeline
 from omni_gateway.chat_schema import VoiceRef
 from omni_gateway.context import BUS, ERROR_CODE, SETTINGS
@@ -44,8 +45,6 @@ from omni_gateway.stream import Ask, Given
 
 _TASK = "speech"
 _STREAM_FORMATS = ("audio", "sse")
-#: Speeds that talkers speak themselves; the rest of a request's speed is time stretching.
-_NATIVE_SPEED = (0.5, 2.0)
 _TOKENS_PER_S = 20
 
 
@@ -119,10 +118,9 @@ def build_job(request: SpeechRequest, pipeline: Pipeline) -> SpeechJob:
     talker = task.input["text"]
     stretch = 1.0
     if request.speed is not None:
-        native = 1.0
+        stretch = request.speed
         if "speed" in pipeline.stages[talker].params:
-            native = overrides[talker]["speed"] = min(max(request.speed, _NATIVE_SPEED[0]), _NATIVE_SPEED[1])
-        stretch = request.speed / native
+            overrides[talker]["speed"], stretch = split_speed(request.speed)
 
     text = request.input
     ask = Ask(

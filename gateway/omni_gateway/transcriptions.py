@@ -10,21 +10,18 @@ import msgspec
 from aiohttp import web
 
 from omni_common.errors import invalid
-from omni_common.frames import Audio, Params, Segment, Transcript
+from omni_common.frames import Params, Segment, Transcript
 from omni_common.pipeline import Pipeline
+from omni_gateway.audio_input import RATE, given_audio
 from omni_gateway.context import BUS, SETTINGS
-from omni_gateway.endpoint import Samples, build_params, find_pipeline, fresh_seed, run_stream, sse_response
+from omni_gateway.endpoint import build_params, find_pipeline, fresh_seed, run_stream, sse_response
 from omni_gateway.errors import quoted
 from omni_gateway.form import Form, read_form
 from omni_gateway.media.decode import decode_audio
-from omni_gateway.stream import Ask, Given
+from omni_gateway.stream import Ask
 from omni_gateway.subtitles import srt, vtt
 
 _TASK = "transcription"
-#: Of the audio that recognisers take, in Hz.
-_RATE = 16_000
-#: Long audio goes over the bus in pieces that leave room for others in the gateway's arena.
-_PIECE_S = 30
 _FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 _STREAMED = ("json", "text")
 _TIMED = ("verbose_json", "srt", "vtt")
@@ -96,28 +93,17 @@ async def build_job(form: Form, pipeline: Pipeline) -> TranscriptionJob:
         raise invalid("file is missing", "file", code="missing_required_parameter")
     limits = pipeline.limits
     samples = await decode_audio(
-        form.file, max_seconds=limits.audio_s, max_bytes=limits.audio_mib << 20, rate=_RATE, param="file"
+        form.file, max_seconds=limits.audio_s, max_bytes=limits.audio_mib << 20, rate=RATE, param="file"
     )
     ask = Ask(
         pipeline=pipeline,
         task=_TASK,
         outputs=["text"],
-        given=given_audio(samples),
+        given=given_audio([samples]),
         seed=fresh_seed(),
         params=params,
     )
-    return TranscriptionJob(ask, fmt, stream, len(samples) / _RATE, float(overrides.get("temperature", 0.0)))  # type: ignore[arg-type]
-
-
-def given_audio(samples: Samples) -> list[Given]:
-    """Audio 0 of a request, float32 [n] at 16 kHz, in pieces of at most 30 s."""
-    step = _PIECE_S * _RATE
-    pieces = []
-    for start in range(0, len(samples), step):
-        end = min(start + step, len(samples))
-        arrays = {"samples": samples[start:end]}
-        pieces.append(Given("audio", Audio(rate=_RATE), start, end, last=end == len(samples), arrays=arrays))
-    return pieces
+    return TranscriptionJob(ask, fmt, stream, len(samples) / RATE, float(overrides.get("temperature", 0.0)))  # type: ignore[arg-type]
 
 
 def _language(name: str, pipeline: Pipeline) -> str:

@@ -15,9 +15,9 @@ import soundfile
 
 from omni_common.errors import OmniError
 from omni_common.frames import Audio, Segment, Transcript
+from omni_gateway.audio_input import given_audio
 from omni_gateway.context import Settings
 from omni_gateway.media.encode import encode
-from omni_gateway.transcriptions import given_audio
 from unit.gateway.conftest import Serve, raw_request
 from unit.gateway.rig_bus import RigBus, event, tone, transcript
 
@@ -162,7 +162,7 @@ async def test_the_ask_has_the_samples_and_the_fields(http, bus, url):
 
 def test_long_audio_goes_in_pieces_without_gap_or_double():
     samples = np.arange(75 * 16_000, dtype=np.float32)
-    given = given_audio(samples)
+    given = given_audio([samples])
     assert [(g.start, g.end, g.last) for g in given] == [
         (0, 480_000, False),
         (480_000, 960_000, False),
