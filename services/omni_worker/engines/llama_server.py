@@ -18,7 +18,8 @@ import xllamacpp
 from omni_common.errors import OmniError, invalid
 
 #: Rows that one pass of the model takes. From 64 rows on flash attention takes another way with other rounding; below
-#: that prefill in any pieces, decoding, and any company in the batch give the same bits, at the same speed on a CPU.
+#: that, prefill in any pieces, decoding, and any company in the batch agree. Price: prefill takes 18% more time than
+#: with 512 rows (4.8 ms of CPU time a token against 4.05), with 32 rows as with 63.
 BATCH_ROWS = 32
 _HTTP_S = 30.0
 

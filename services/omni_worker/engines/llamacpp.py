@@ -1,11 +1,11 @@
 """Autoregressive text from a GGUF file, through llama.cpp.
 
 A token is a call: the engine says "this slot holds these ids, what comes next" and llama.cpp, whose slot still has the
-keys and values of all ids but the last, computes one row. That costs 0.3 ms a token against llama.cpp's own stream, and
-makes the engine plain: every id is seen (the stream swallows those of unfinished characters), sampling is keyed by
-(seed, token index), no call lasts longer than one piece of prefill or one token, so cancelling needs no help from
-llama.cpp, and going on with somebody else's answer is what every token does anyway. Calls of different slots that meet
-in llama.cpp are computed as one batch.
+keys and values of all ids but the last, computes one row. Against llama.cpp's own stream that costs 0.5 ms of 8 ms a
+token for one job and 1.2 ms for each of four (one thread, SmolLM2-135M), and makes the engine plain: every id is seen
+(the stream swallows those of unfinished characters), sampling is keyed by (seed, token index), no call lasts longer
+than one piece of prefill or one token, so cancelling needs no help from llama.cpp, and going on with somebody else's
+answer is what every token does anyway. Calls of different slots that meet in llama.cpp are computed as one batch.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from omni_common.errors import OmniError, invalid
-from omni_common.frames import AudioPart, Message, Prompt, Text, Transcript
+from omni_common.frames import AudioPart, Message, Prompt, Text, TextPart, Transcript
 from omni_common.params import Sampling
 from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.llama_server import LlamaServer, Sampled
@@ -37,6 +37,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     parallel: int = 4
     #: Tokens of prompt and answer together, for each job.
     context: int = 4096
+    #: System message of conversations that begin without one; empty: what the model's template says then.
+    system: str = ""
 
 
 @dataclass(slots=True)
@@ -96,11 +98,11 @@ class Llamacpp:
     and answer together: a prompt that leaves no room is refused, an answer is cut with `length`. Tokens of a blocked
     job are generated and kept, at most `max_tokens` of them, so that a slow consumer does not hold a slot.
 
-    What a job's output depends on: its input, parameters and seed. Measured with one thread on a CPU (x86-64, AVX2):
-    the probabilities are the same bits alone and beside other jobs, with and without a cached prefix, and from prefill
-    in any pieces as from decoding, because no pass has 64 rows or more (see `llama_server.BATCH_ROWS`; with 512 rows
-    they differed by up to 0.26 in the logarithm). With two threads or more llama.cpp divides the attention of a decoded
-    token over 512 or more cached ones among threads: prefill and decoding then differ in the last bits.
+    Output depends on input, parameters and seed alone. Measured with one thread on x86-64 (AVX2), up to 800 tokens: the
+    five best log-probabilities are equal to the last digit alone and beside three busy jobs, with and without a cached
+    prefix, and from prefill in pieces as from decoding, because no pass has 64 rows or more (`llama_server.BATCH_ROWS`;
+    with 512 rows prefill and decoding differed by up to 0.26). With two threads that holds up to 257 tokens; beyond
+    them prefill and decoding differed by up to 0.16, so there the cache and a restart can change a token.
 
     Of `Sampling`, repetition_penalty counts prompt and answer, and the other two penalties, without it, the answer
     only; with it, llama.cpp has one window for all three. Filters work after the temperature, as in vLLM.
@@ -138,6 +140,7 @@ class Llamacpp:
             raise OmniError(f"{path} is missing: run `omni prepare embedded`", status=503, code="model_missing")
         self._wake = context.wake
         self._context = options.context
+        self._system = [Message("system", [TextPart(options.system)])] if options.system else []
         context.progress("weights", 0.1)
         server = LlamaServer(str(path), slots=options.parallel, context=options.context, threads=context.threads)
         self._server = server
@@ -145,7 +148,7 @@ class Llamacpp:
         context.progress("warm-up", 0.7)
         self._pool = ThreadPoolExecutor(options.parallel, thread_name_prefix="llamacpp")
         # After this every slot holds what the template puts before each conversation.
-        greeting = server.render([{"role": "user", "content": "Hello"}])
+        greeting = self._render([Message("user", [TextPart("Hello")])], {})
         warm = [self._pool.submit(server.next_token, slot.number, greeting, {}) for slot in self._slots]
         for slot, call in zip(self._slots, warm, strict=True):
             call.result()
@@ -180,7 +183,7 @@ class Llamacpp:
             if generation.complete:
                 self._begin(generation)
             elif isinstance(body, Prompt):
-                generation.ids = self._render(generation)
+                generation.ids = self._render(body.messages, generation.heard)
                 self._early.append(generation)
         except OmniError as error:
             self._fail(generation, error)
@@ -216,14 +219,16 @@ class Llamacpp:
 
     # ---------------------------------------------------------------------------------------------------- the prompt
 
-    def _render(self, generation: _Generation) -> list[int]:
+    def _render(self, messages: list[Message], heard: dict[int, str]) -> list[int]:
         assert self._server is not None
-        messages = generation.prompt.messages if generation.prompt else spoken(generation.heard)
-        return self._server.render([{"role": m.role, "content": content(m, generation.heard)} for m in messages])
+        if not any(message.role == "system" for message in messages[:1]):
+            messages = [*self._system, *messages]
+        return self._server.render([{"role": m.role, "content": content(m, heard)} for m in messages])
 
     def _begin(self, generation: _Generation) -> None:
         """All input is there. Raises OmniError when it does not fit."""
-        ids = self._render(generation)
+        heard = generation.heard
+        ids = self._render(generation.prompt.messages if generation.prompt else spoken(heard), heard)
         if len(ids) + 1 > self._context:
             raise invalid(
                 f"The messages have {len(ids)} tokens; with at least one for the answer they do not fit into "

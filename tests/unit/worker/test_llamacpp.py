@@ -448,6 +448,24 @@ def test_an_error_of_llama_cpp_fails_its_job_alone(rig: Rig, monkeypatch: pytest
 
 
 @pytest.mark.embedded
+def test_the_stage_may_have_a_system_message() -> None:
+    woken = threading.Event()
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face. You answer in English."
+    engine = load({"parallel": 1, "context": 256, "system": system}, woken.set)
+    try:
+        rig = Rig(engine, woken)
+        answer = rig.solo("What is the capital of France?", Sampling(max_tokens=24, repetition_penalty=1.1))
+        assert "Paris" in answer.text and answer.prompt_tokens == 43
+        given = Prompt([Message("system", [TextPart(system)]), *ask("What is the capital of France?").messages])
+        rig.add("a", Sampling(max_tokens=24, repetition_penalty=1.1))
+        rig.push("a", given)
+        rig.run(rig.finished("a"))
+        assert rig.answer("a") == answer
+    finally:
+        engine.close()
+
+
+@pytest.mark.embedded
 def test_closing_ends_running_jobs() -> None:
     engine = load({"parallel": 2, "context": 512}, lambda: None)
     for name in ("a", "b", "c"):
