@@ -1,14 +1,15 @@
-"""The two ends of one edge of one request, as pure state: credit, order, positions. No sockets, no clock.
+"""The two ends of one edge of one request, as pure state: credit, order, positions, retention. No sockets, no clock.
 
 Credit is counted in chunks and bytes and granted cumulatively, so a lost or doubled `grant` does no harm. The producer
-sends nothing before the first grant. Order is checked by `seq`, duplicates are cut by position.
+sends nothing before the first grant, which opens the edge at the consumer's position. What was sent is retained until
+the request ends, so that the edge can be opened again: by the same consumer after the producer was placed anew, or by
+another one from the beginning. Counting starts anew with every opening; positions never do.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from omni_common.frames import Body, Chunk, Grant, Link, Tensor
+from omni_common.frames import ArenaTensor, Body, Chunk, Decision, Grant, Link, Tensor
 
 #: Chunks and bytes that a consumer lets one edge of one request send ahead of it. A token is a chunk, so the window is
 #: what a text stage may be ahead of a slow reader; of tensors, a few chunks fill the bytes first.
@@ -17,8 +18,8 @@ WINDOW_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
-class Pending:
-    """Output that waits for credit. `tensors` are already in the arena, held there under the name `QUEUE`."""
+class Retained:
+    """One chunk of output. `tensors` are in the arena, held there under the name `RETAINED`."""
 
     start: int
     end: int
@@ -27,59 +28,103 @@ class Pending:
     tensors: dict[str, Tensor]
     #: Payload bytes, as credit counts them.
     nbytes: int
+    #: The arena took its tensors back; it cannot be sent again.
+    evicted: bool = False
+
+    @property
+    def in_arena(self) -> bool:
+        return not self.evicted and any(isinstance(ref, ArenaTensor) for ref in self.tensors.values())
 
 
 @dataclass(slots=True)
 class OutEdge:
-    """Producer's end. Invariant: chunks leave in the order of `offer`, and `sent_*` stay within the grants, but for the
-    one chunk that may overshoot the bytes."""
+    """Producer's end. Invariants: chunks leave in the order of `offer`; what left since the opening stays within the
+    grants, but for the one chunk that may overshoot the bytes; `log[:cursor]` has left or was not wanted."""
 
     request_id: str
     link: Link
     source: str
     attempt: int
-    waiting: deque[Pending] = field(default_factory=deque)
+    log: list[Retained] = field(default_factory=list)
+    cursor: int = 0
+    #: False from a relink to the grant of the new consumer.
+    opened: bool = False
     sent_chunks: int = 0
     sent_bytes: int = 0
     limit_chunks: int = 0
     limit_bytes: int = 0
     #: The consumer has received and opened everything before this position.
     acknowledged: int = 0
-    end: int = 0
-    ended: bool = False
+    _opened_at: int = 0
 
-    def offer(self, pending: Pending) -> None:
-        self.waiting.append(pending)
+    @property
+    def waiting(self) -> int:
+        """Chunks that have not left."""
+        return len(self.log) - self.cursor
 
-    def grant(self, grant: Grant) -> None:
-        """Take over the figures of a grant; an old one that comes late changes nothing."""
+    def offer(self, chunk: Retained) -> None:
+        self.log.append(chunk)
+
+    def grant(self, grant: Grant) -> bool:
+        """Take over the figures of a grant; an old one that comes late changes nothing.
+
+        Returns false when the edge opens at a position whose chunks were evicted: it cannot be served.
+        """
+        if not self.opened:
+            self.opened = True
+            self.sent_chunks = self.sent_bytes = self.limit_chunks = self.limit_bytes = 0
+            self.acknowledged = self._opened_at = grant.position
+            self.cursor = 0
+            if any(chunk.evicted and not self._passed_over(chunk) for chunk in self.log):
+                return False
         self.limit_chunks = max(self.limit_chunks, grant.chunks)
         self.limit_bytes = max(self.limit_bytes, grant.nbytes)
         self.acknowledged = max(self.acknowledged, grant.position)
+        return True
 
-    def take(self) -> list[tuple[Chunk, Pending]]:
-        """Remove and number what may leave now."""
-        taken = []
-        while self.waiting and self.sent_chunks < self.limit_chunks and self.sent_bytes < self.limit_bytes:
-            pending = self.waiting.popleft()
-            chunk = Chunk(
-                request_id=self.request_id,
-                edge=self.link.edge,
-                source=self.source,
-                attempt=self.attempt,
-                seq=self.sent_chunks,
-                start=pending.start,
-                end=pending.end,
-                last=pending.last,
-                body=pending.body,
-                tensors=pending.tensors,
+    def relink(self, link: Link) -> None:
+        """The consumer was placed anew; its grant says where it begins."""
+        self.link = link
+        self.opened = False
+        self.cursor = 0
+        self.limit_chunks = self.limit_bytes = self.sent_chunks = self.sent_bytes = 0
+
+    def take(self) -> list[Chunk]:
+        """Number and return what may leave now. What the consumer already has is passed over."""
+        taken: list[Chunk] = []
+        while self.opened and self.cursor < len(self.log):
+            chunk = self.log[self.cursor]
+            if self._passed_over(chunk):
+                self.cursor += 1
+                continue
+            if self.sent_chunks >= self.limit_chunks or self.sent_bytes >= self.limit_bytes:
+                break
+            self.cursor += 1
+            taken.append(
+                Chunk(
+                    request_id=self.request_id,
+                    edge=self.link.edge,
+                    source=self.source,
+                    attempt=self.attempt,
+                    seq=self.sent_chunks,
+                    start=chunk.start,
+                    end=chunk.end,
+                    last=chunk.last,
+                    body=chunk.body,
+                    tensors=chunk.tensors,
+                )
             )
             self.sent_chunks += 1
-            self.sent_bytes += pending.nbytes
-            self.end = pending.end
-            self.ended = pending.last
-            taken.append((chunk, pending))
+            self.sent_bytes += chunk.nbytes
         return taken
+
+    def _passed_over(self, chunk: Retained) -> bool:
+        """The consumer had all of it when it opened the edge."""
+        return chunk.start < self._opened_at and chunk.end <= self._opened_at
+
+    def evictable(self) -> list[Retained]:
+        """Chunks in the arena that the consumer has received, oldest first: only a replay would want them."""
+        return [chunk for chunk in self.log[: self.cursor] if chunk.in_arena and chunk.end <= self.acknowledged]
 
 
 Verdict = Literal["new", "duplicate", "gap", "stale"]
@@ -87,7 +132,7 @@ Verdict = Literal["new", "duplicate", "gap", "stale"]
 
 @dataclass(slots=True)
 class InEdge:
-    """Consumer's end."""
+    """Consumer's end. It remembers the decisions behind what it received, for a producer that is placed anew."""
 
     request_id: str
     link: Link
@@ -98,16 +143,25 @@ class InEdge:
     #: Next position and seq expected.
     position: int = 0
     seq: int = 0
-    received_bytes: int = 0
-    #: What the consumer has used up, which is what credit follows.
+    ended: bool = False
+    decisions: list[Decision] = field(default_factory=list)
+    #: The producer is declared dead: nothing more is taken from it.
+    fenced: bool = False
+    #: Chunks that arrived before and came again, counted.
+    duplicates: int = 0
+    #: What the consumer has used up since the opening, which is what credit follows.
     used_chunks: int = 0
     used_bytes: int = 0
+    #: Chunks and bytes received before the opening that are not used up yet; they are not this opening's credit.
+    _before_chunks: int = 0
+    _before_bytes: int = 0
+    _received_chunks: int = 0
+    _received_bytes: int = 0
     _granted_chunks: int = 0
     _granted_bytes: int = 0
-    ended: bool = False
 
     def open(self) -> Grant:
-        """The grant that opens the edge."""
+        """The grant that opens the edge, or extends its credit."""
         self._granted_chunks = self.used_chunks + self.window_chunks
         self._granted_bytes = self.used_bytes + self.window_bytes
         return Grant(
@@ -120,29 +174,49 @@ class InEdge:
             nbytes=self._granted_bytes,
         )
 
+    def fence(self) -> None:
+        self.fenced = True
+
+    def relink(self, link: Link) -> Grant | None:
+        """The producer was placed anew: go on from here. None when everything has arrived already."""
+        self.link = link
+        self.fenced = False
+        self.seq = 0
+        self._before_chunks += self._received_chunks - self.used_chunks
+        self._before_bytes += self._received_bytes - self.used_bytes
+        self.used_chunks = self.used_bytes = self._received_chunks = self._received_bytes = 0
+        return None if self.ended else self.open()
+
     def accept(self, chunk: Chunk, nbytes: int) -> Verdict:
         """Judge a chunk and, when it is new, move on.
 
-        `stale`: another incarnation than the placed one; `gap`: something before it is missing; `duplicate`: everything
-        in it was received already.
+        `stale`: another incarnation than the placed one; `gap`: something before it is missing, or it begins in the
+        middle of what was received; `duplicate`: everything in it was received already.
         """
-        if chunk.source != self.link.incarnation:
+        if self.fenced or chunk.source != self.link.incarnation:
             return "stale"
         if self.ended or chunk.seq < self.seq:
+            self.duplicates += 1
             return "duplicate"
         if chunk.seq > self.seq or chunk.start != self.position:
             return "gap"
         self.seq += 1
         self.position = chunk.end
-        self.received_bytes += nbytes
+        self._received_chunks += 1
+        self._received_bytes += nbytes
         self.ended = chunk.last
+        self.decisions.append(Decision(chunk.start, chunk.end, chunk.last, chunk.body))
         return "new"
 
     def used(self, nbytes: int) -> Grant | None:
         """The consumer is done with one chunk. Returns a grant once half a window is used up, none after the end."""
+        if self._before_chunks:
+            self._before_chunks -= 1
+            self._before_bytes -= nbytes
+            return None
         self.used_chunks += 1
         self.used_bytes += nbytes
-        if self.ended:
+        if self.ended or self.fenced:
             return None
         chunks_left = self._granted_chunks - self.used_chunks
         bytes_left = self._granted_bytes - self.used_bytes

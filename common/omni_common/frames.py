@@ -159,6 +159,16 @@ class Latent(Struct, tag_field="kind", tag="latent"):
 
 Body = Prompt | Text | Transcript | Audio | Latent
 
+
+class Decision(Struct):
+    """A chunk without its tensors: what was decided, which is never decided again."""
+
+    start: int
+    end: int
+    last: bool = False
+    body: Body | None = None
+
+
 # ------------------------------------------------------------------------------------------------------- data plane
 
 
@@ -292,6 +302,8 @@ class Submit(Frame):
     #: Parameters by stage.
     params: dict[str, Params] = {}
     trace: str = ""
+    #: It was placed by an earlier scheduler and runs; the workers that have it say so in their `hello`.
+    live: bool = False
 
 
 class Cancel(Frame):
@@ -373,6 +385,8 @@ class Place(Frame):
     #: Remaining seconds of the request.
     total_s: float = 0.0
     trace: str = ""
+    #: The stage ran elsewhere before: the longest output that any of its consumers has. It is not decided again.
+    resume: list[Decision] = []
 
 
 class Placed(Frame):
@@ -398,6 +412,39 @@ class Close(Frame):
 
     request_id: str
     reason: str = ""
+
+
+class Recover(Frame):
+    """Scheduler to a live consumer of a dead stage: take nothing more from it and say what you have. Answered by
+    `held`."""
+
+    request_id: str
+    edge: str
+    #: The dead producer; empty: whoever it was, a scheduler that came back empty does not know.
+    incarnation: str
+
+
+class Held(Frame):
+    """What a consumer has of an edge whose producer is dead."""
+
+    request_id: str
+    edge: str
+    #: As in `recover`.
+    incarnation: str
+    position: int
+    #: It has the edge's last chunk.
+    ended: bool = False
+    decisions: list[Decision] = []
+
+
+class Relink(Frame):
+    """Scheduler to the live neighbours of a stage that was placed anew: this is the edge's other end from now on.
+
+    A consumer opens the edge again from its position; a producer waits for the new consumer's grant and replays.
+    """
+
+    request_id: str
+    link: Link
 
 
 class Lost(Frame):
@@ -461,6 +508,9 @@ class Fleet(Frame):
     cancelled: int = 0
     rejected: int = 0
     deaths: int = 0
+    #: Stages of requests that were placed anew, and the seconds from the death to that, summed.
+    replays: int = 0
+    replay_s: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------- both
@@ -475,8 +525,8 @@ class Error(Frame):
 
 Plain = (
     Chunk | Grant | Release
-    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Bye
-    | Welcome | Refused | Place | Placed | Rejected | Close | Lost | Drain | Fenced | Fleet
+    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Held | Bye
+    | Welcome | Refused | Place | Placed | Rejected | Close | Recover | Relink | Lost | Drain | Fenced | Fleet
     | Error
 )  # fmt: skip
 

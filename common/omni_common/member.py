@@ -43,6 +43,8 @@ class Member:
         self._scheduler = ""
         #: A scheduler has taken this process in and is still there.
         self._registered = False
+        #: Frames for a scheduler that is not there; bounded by the requests in flight.
+        self._waiting: list[Plain] = []
         self._beat_s = 1.0
         self._control = ControlClient(context, run.control, incarnation, self._received)
         self._lifeline = Lifeline(run.lifeline, incarnation, self._held, self._lost)
@@ -57,7 +59,11 @@ class Member:
         return self._registered
 
     def send(self, frame: Plain) -> None:
-        self._control.send(frame)
+        """To the scheduler; while there is none, frames wait for its return."""
+        if self._registered:
+            self._control.send(frame)
+        else:
+            self._waiting.append(frame)
 
     def _held(self) -> None:
         self._control.send(self._hello())
@@ -71,7 +77,10 @@ class Member:
             again = bool(self._scheduler) and frame.scheduler != self._scheduler
             self._scheduler, self._beat_s = frame.scheduler, frame.beat_s
             self._registered = True
+            waiting, self._waiting = self._waiting, []
             self._on_welcome(again)
+            for frame_ in waiting:
+                self._control.send(frame_)
             if self._timer is None:
                 self._send_beat()
         elif isinstance(frame, Refused | Fenced):
@@ -87,7 +96,8 @@ class Member:
             self._on_frame(frame)
 
     def _send_beat(self) -> None:
-        self._control.send(self._beat())
+        if self._registered:
+            self._control.send(self._beat())
         self._timer = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def close(self, reason: str) -> None:

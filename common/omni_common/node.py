@@ -8,25 +8,29 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from omni_common.arena import Arena
-from omni_common.edges import InEdge, OutEdge, Pending, payload_bytes
+from omni_common.edges import InEdge, OutEdge, Retained, payload_bytes
 from omni_common.errors import OmniError
 from omni_common.frames import (
     ArenaTensor,
     Body,
     Chunk,
+    Decision,
     Grant,
+    Held,
     InlineTensor,
     Link,
     PartTensor,
     Plain,
+    Recover,
     Release,
+    Relink,
     Tensor,
 )
 from omni_common.handover import DescriptorClient, DescriptorServer
@@ -38,8 +42,8 @@ log = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
-#: Holder of a slot whose chunk has not left yet.
-QUEUE = "queue"
+#: Holder of a slot for as long as its chunk may be sent, or sent again.
+RETAINED = "retained"
 #: Grants that arrive before the placement they belong to (the two come over different sockets).
 EARLY_GRANTS = 16_384
 
@@ -84,7 +88,7 @@ class Node:
         self.arena = Arena(incarnation, arena_bytes)
         self._context = context
         self._requests: dict[str, _Request] = {}
-        self._early: OrderedDict[tuple[str, str], Grant] = OrderedDict()
+        self._early: OrderedDict[tuple[str, str, str], Grant] = OrderedDict()
         self._outboxes: dict[str, Outbox] = {}
         #: Peers that must not be written to again; old ones have no request left that could.
         self._lost: deque[str] = deque(maxlen=1024)
@@ -96,6 +100,8 @@ class Node:
         #: Payload bytes sent, by way: inline, arena, part.
         self.sent: Counter[str] = Counter()
         self.stale_chunks = 0
+        #: Chunks whose tensors were given up while their request might have needed them again.
+        self.evicted = 0
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,15 +116,26 @@ class Node:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def open(self, request_id: str, attempt: int, sources: list[Link], sinks: list[Link]) -> None:
-        """Create the request's edges and let its producers send. Only a placement calls this."""
+    def open(
+        self,
+        request_id: str,
+        attempt: int,
+        sources: list[Link],
+        sinks: list[Link],
+        resume: Sequence[Decision] = (),
+    ) -> None:
+        """Create the request's edges and let its producers send. Only a placement calls this.
+
+        `resume` is output of a former self of this stage that needs no computing: consumers that lack it get it.
+        """
         request = self._requests[request_id] = _Request()
         for link in sinks:
             edge = OutEdge(request_id, link, self.incarnation, attempt)
+            for past in resume:
+                edge.offer(Retained(past.start, past.end, past.last, past.body, {}, payload_bytes(past.body, 0)))
             request.outs[link.edge] = edge
-            early = self._early.pop((request_id, link.edge), None)
-            if early is not None and early.source == link.incarnation:
-                edge.grant(early)
+            self._take_early_grant(edge)
+            self._pump(edge)
         for link in sources:
             incoming = InEdge(request_id, link, self.incarnation, attempt)
             request.ins[link.edge] = incoming
@@ -132,8 +149,8 @@ class Node:
         if request is None:
             return
         for out in request.outs.values():
-            for pending in out.waiting:
-                self._unqueue(pending)
+            for chunk in out.log:
+                self._let_go(chunk)
 
     def requests(self) -> list[str]:
         return list(self._requests)
@@ -150,7 +167,7 @@ class Node:
             if array.nbytes <= INLINE_BYTES:
                 tensors[name] = inline(array)
                 continue
-            ref = self.arena.put(array, {QUEUE: sinks})
+            ref = self.arena.put(array, {RETAINED: sinks})
             if ref is None:
                 self._release_own(tensors, sinks)
                 return None
@@ -160,7 +177,7 @@ class Node:
     def _release_own(self, tensors: dict[str, Tensor], times: int = 1) -> None:
         slots = [(ref.offset, ref.generation) for ref in tensors.values() if isinstance(ref, ArenaTensor)]
         for _ in range(times):
-            self.arena.release(QUEUE, slots)
+            self.arena.release(RETAINED, slots)
 
     def unpublish(self, tensors: dict[str, Tensor], sinks: int) -> None:
         """Take back what was published for a request that is gone."""
@@ -191,42 +208,99 @@ class Node:
                 self._release_own(tensors)
                 continue
             nbytes = payload_bytes(body, sum(_size(ref) for ref in tensors.values()))
-            out.offer(Pending(start, end, last, body, tensors, nbytes))
+            out.offer(Retained(start, end, last, body, tensors, nbytes))
             self._pump(out)
 
     def backlog(self, request_id: str) -> int:
         """Chunks of the request that wait for credit on its slowest edge."""
         request = self._requests.get(request_id)
-        return max((len(out.waiting) for out in request.outs.values()), default=0) if request else 0
+        return max((out.waiting for out in request.outs.values()), default=0) if request else 0
 
     def _pump(self, out: OutEdge) -> None:
-        for chunk, pending in out.take():
-            if any(isinstance(ref, ArenaTensor) for ref in pending.tensors.values()):
-                self._send_tensors(out.link, chunk, pending)
+        for chunk in out.take():
+            nbytes = sum(_size(ref) for ref in chunk.tensors.values())
+            if any(isinstance(ref, ArenaTensor) for ref in chunk.tensors.values()):
+                self._send_tensors(out.link, chunk, nbytes)
             else:
-                self.sent["inline"] += pending.nbytes
+                self.sent["inline"] += payload_bytes(chunk.body, nbytes)
                 self._send(out.link, chunk)
 
-    def _send_tensors(self, link: Link, chunk: Chunk, pending: Pending) -> None:
-        self.sent["arena" if _is_local(link.inbox) else "part"] += pending.nbytes
+    def _send_tensors(self, link: Link, chunk: Chunk, nbytes: int) -> None:
         if _is_local(link.inbox):
-            for ref in pending.tensors.values():
+            self.sent["arena"] += nbytes
+            for ref in chunk.tensors.values():
                 if isinstance(ref, ArenaTensor):
                     self.arena.hold(ref.offset, ref.generation, link.incarnation)
             self._send(link, chunk)
-        else:
-            parts: list[memoryview] = []
-            for name, ref in pending.tensors.items():
-                if isinstance(ref, ArenaTensor):
-                    chunk.tensors = {**chunk.tensors, name: PartTensor(ref.dtype, ref.shape, len(parts))}
-                    parts.append(self.arena.read(ref))
-            outbox = self._outbox(link.incarnation, link.inbox)
-            if outbox is not None:
-                outbox.send_with_parts(chunk, parts)
-        self._unqueue(pending)
+            return
+        self.sent["part"] += nbytes
+        parts: list[memoryview] = []
+        for name, ref in chunk.tensors.items():
+            if isinstance(ref, ArenaTensor):
+                chunk.tensors = {**chunk.tensors, name: PartTensor(ref.dtype, ref.shape, len(parts))}
+                parts.append(self.arena.read(ref))
+        outbox = self._outbox(link.incarnation, link.inbox)
+        if outbox is not None:
+            outbox.send_with_parts(chunk, parts)
 
-    def _unqueue(self, pending: Pending) -> None:
-        self._release_own(pending.tensors)
+    def _let_go(self, chunk: Retained) -> None:
+        """A chunk will not be sent again."""
+        if not chunk.evicted:
+            self._release_own(chunk.tensors)
+
+    def evict(self) -> int:
+        """The arena is full: give up the oldest half of what is kept only for a replay. Returns the chunks given up.
+
+        Their requests go on; should a consumer of theirs die, they cannot be replayed from here.
+        """
+        candidates = [
+            chunk for request in self._requests.values() for out in request.outs.values() for chunk in out.evictable()
+        ]
+        for chunk in candidates[: (len(candidates) + 1) // 2]:
+            self._let_go(chunk)
+            chunk.evicted = True
+        self.evicted += len(candidates[: (len(candidates) + 1) // 2])
+        return len(candidates)
+
+    # ------------------------------------------------------------------------------------------------- recovery
+
+    def recover(self, recover: Recover) -> Held | None:
+        """A producer is dead: take nothing more from it and say what was received. None: the request is unknown."""
+        request = self._requests.get(recover.request_id)
+        edge = request.ins.get(recover.edge) if request else None
+        # A scheduler that came back empty does not know who the dead producer was.
+        if edge is None or recover.incarnation not in ("", edge.link.incarnation):
+            return None
+        edge.fence()
+        return Held(
+            recover.request_id, recover.edge, recover.incarnation, edge.position, edge.ended, list(edge.decisions)
+        )
+
+    def relink(self, relink: Relink) -> None:
+        """A neighbour of the request's stage here was placed anew."""
+        request = self._requests.get(relink.request_id)
+        if request is None:
+            return
+        link = relink.link
+        incoming = request.ins.get(link.edge)
+        if incoming is not None:
+            grant = incoming.relink(link)
+            if grant is not None:
+                self._send(link, grant)
+        out = request.outs.get(link.edge)
+        if out is not None:
+            out.relink(link)
+            self._take_early_grant(out)
+            self._pump(out)
+
+    def _take_early_grant(self, out: OutEdge) -> None:
+        early = self._early.pop((out.request_id, out.link.edge, out.link.incarnation), None)
+        if early is not None:
+            self._grant(out, early)
+
+    def _grant(self, out: OutEdge, grant: Grant) -> None:
+        if not out.grant(grant):
+            self._on_gap(out.request_id, f"what {out.link.edge} needs again was given up for lack of shared memory")
 
     def _send(self, link: Link, frame: Plain) -> None:
         outbox = self._outbox(link.incarnation, link.inbox)
@@ -256,18 +330,24 @@ class Node:
     def _on_grant(self, grant: Grant) -> None:
         request = self._requests.get(grant.request_id)
         if request is None:
-            self._early[grant.request_id, grant.edge] = grant
-            if len(self._early) > EARLY_GRANTS:
-                self._early.popitem(last=False)
+            self._keep_early(grant)
             return
         out = request.outs.get(grant.edge)
-        if out is None or grant.source != out.link.incarnation:
+        if out is None:
             log.warning("dropped a grant of %s for %s", grant.source, grant.edge)
-            return
-        out.grant(grant)
-        if out.waiting:
-            self._pump(out)
-            self._on_room(grant.request_id)
+        elif grant.source != out.link.incarnation:
+            # Of a consumer placed anew, before the word of it; or a late one of the dead.
+            self._keep_early(grant)
+        else:
+            self._grant(out, grant)
+            if out.waiting:
+                self._pump(out)
+                self._on_room(grant.request_id)
+
+    def _keep_early(self, grant: Grant) -> None:
+        self._early[grant.request_id, grant.edge, grant.source] = grant
+        if len(self._early) > EARLY_GRANTS:
+            self._early.popitem(last=False)
 
     def _on_chunk(self, chunk: Chunk, parts: list[memoryview]) -> None:
         waiting = self._mapping.get(chunk.source)

@@ -66,6 +66,8 @@ class Limits(Node):
     #: Seconds from submission to the first chunk for the client, and to the end.
     first_chunk_s: Annotated[float, Meta(gt=0)] = 60.0
     total_s: Annotated[float, Meta(gt=0)] = 300.0
+    #: Seconds that a running request waits for a replica of a stage that died while none is even loading.
+    recover_s: Annotated[float, Meta(gt=0)] = 10.0
     #: Characters of text, seconds and bytes of one audio.
     text_chars: Annotated[int, Meta(ge=1)] = 32_768
     speech_chars: Annotated[int, Meta(ge=1)] = 4096

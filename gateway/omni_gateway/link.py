@@ -23,7 +23,9 @@ from omni_common.frames import (
     Lost,
     Placed,
     Plain,
+    Recover,
     Rejected,
+    Relink,
     Submit,
 )
 from omni_common.ids import new_incarnation, new_request_id
@@ -49,12 +51,31 @@ class BusStream:
     def __init__(self, link: "Link", request_id: str, ask: Ask) -> None:
         self.request_id = request_id
         self._link = link
+        self._ask = ask
+        self._since = asyncio.get_running_loop().time()
         self._modality = {stage: kind for kind, stage in ask.pipeline.tasks[ask.task].output.items()}
         self._open = set(ask.outputs)
         self._arrived: deque[Delivery] = deque()
         self._error: OmniError | None = None
         self._news = asyncio.Event()
         self.placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+
+    def submission(self, live: bool = False) -> Submit:
+        """The request as the scheduler gets it; `live`: once more, because the one that placed it is gone."""
+        ask, limits = self._ask, self._ask.pipeline.limits
+        elapsed = asyncio.get_running_loop().time() - self._since
+        return Submit(
+            request_id=self.request_id,
+            pipeline=ask.pipeline.name,
+            task=ask.task,
+            inputs=sorted({given.modality for given in ask.given}),
+            outputs=ask.outputs,
+            seed=ask.seed,
+            queue_s=limits.queue_s,
+            total_s=limits.total_s - elapsed,
+            params=ask.params,
+            live=live,
+        )
 
     def deliver(self, delivery: Delivery) -> None:
         self._arrived.append(delivery)
@@ -101,6 +122,8 @@ class Link:
         self._stop = stop
         self._incarnation = new_incarnation()
         self._streams: dict[str, BusStream] = {}
+        #: What ended here, until the scheduler says that nothing of it is left: a scheduler may die in between.
+        self._ending: dict[str, Done | Cancel] = {}
         self._registered = asyncio.Event()
         self._room = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -139,19 +162,7 @@ class Link:
         stream = BusStream(self, new_request_id(), ask)
         self._streams[stream.request_id] = stream
         try:
-            self._member.send(
-                Submit(
-                    request_id=stream.request_id,
-                    pipeline=ask.pipeline.name,
-                    task=ask.task,
-                    inputs=sorted({given.modality for given in ask.given}),
-                    outputs=ask.outputs,
-                    seed=ask.seed,
-                    queue_s=limits.queue_s,
-                    total_s=limits.total_s,
-                    params=ask.params,
-                )
-            )
+            self._member.send(stream.submission())
             placed = await asyncio.wait_for(stream.placed, limits.queue_s + ANSWER_MARGIN_S)
             await self._send_input(placed, ask)
         except TimeoutError:
@@ -191,14 +202,17 @@ class Link:
     def finished(self, request_id: str) -> None:
         """Every final edge has ended: nothing more will come."""
         if self._streams.pop(request_id, None):
-            self._node.close_request(request_id)
-            self._member.send(Done(request_id))
+            self._end(Done(request_id))
 
     def forget(self, request_id: str) -> None:
         """Cancel unless it has ended."""
         if self._streams.pop(request_id, None):
-            self._node.close_request(request_id)
-            self._member.send(Cancel(request_id, "the client is gone"))
+            self._end(Cancel(request_id, "the client is gone"))
+
+    def _end(self, frame: Done | Cancel) -> None:
+        self._node.close_request(frame.request_id)
+        self._ending[frame.request_id] = frame
+        self._member.send(frame)
 
     # ------------------------------------------------------------------------------------------------ from the bus
 
@@ -222,8 +236,11 @@ class Link:
     def _on_welcome(self, again: bool) -> None:
         self._registered.set()
         if again:
-            for stream in list(self._streams.values()):
-                stream.fail(OmniError("the scheduler was restarted", status=503, code="scheduler_lost"))
+            # This scheduler knows nothing: it gets what lives and what has ended.
+            for stream in self._streams.values():
+                self._member.send(stream.submission(live=stream.placed.done()))
+            for frame in self._ending.values():
+                self._member.send(frame)
 
     def _on_frame(self, frame: Plain) -> None:
         if isinstance(frame, Fleet):
@@ -232,9 +249,17 @@ class Link:
             self._node.lost(frame.incarnation)
         elif isinstance(frame, Placed):
             self._on_placed(frame)
+        elif isinstance(frame, Recover):
+            held = self._node.recover(frame)
+            if held is not None:
+                self._member.send(held)
+        elif isinstance(frame, Relink):
+            self._node.relink(frame)
+        elif isinstance(frame, Closed):
+            self._ending.pop(frame.request_id, None)
         elif isinstance(frame, Rejected | Failed):
             self._on_refusal(frame)
-        elif not isinstance(frame, Closed):
+        else:
             log.warning("a %s is not for a gateway", type(frame).__name__)
 
     def _on_placed(self, placed: Placed) -> None:

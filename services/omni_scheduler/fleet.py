@@ -23,6 +23,8 @@ class Peer:
     progress: float = 0.0
     #: Requests placed here that are not closed.
     placed: set[str] = field(default_factory=set)
+    #: A request that may have killed a replica and runs here with no other; empty: none.
+    alone: str = ""
 
     @property
     def name(self) -> str:
@@ -76,9 +78,18 @@ class Fleet:
     def of_stage(self, stage: str) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.hello.stage == stage]
 
-    def choose(self, stage: str) -> Peer | None:
-        """The ready replica with the smallest share of its slots taken; None when all are full or none is ready."""
-        able = [peer for peer in self.of_stage(stage) if peer.ready and peer.free > 0]
+    def choose(self, stage: str, alone: bool = False) -> Peer | None:
+        """The ready replica with the smallest share of its slots taken, or (`alone`) one with none taken.
+
+        None when all are full, kept for a suspect, or none is ready.
+        """
+        able = [
+            peer
+            for peer in self.of_stage(stage)
+            if peer.ready and peer.free > 0 and (not peer.alone or peer.alone not in peer.placed)
+        ]
+        if alone:
+            able = [peer for peer in able if not peer.placed]
         return min(able, key=lambda peer: (len(peer.placed) / peer.hello.slots, peer.name), default=None)
 
     def missing(self, stages: Iterable[str]) -> list[str]:

@@ -15,7 +15,9 @@ from omni_common.frames import (
     Error,
     Failed,
     Fenced,
+    Held,
     Hello,
+    Holding,
     Lost,
     Plain,
     Refused,
@@ -30,20 +32,27 @@ from omni_common.frames import (
 from omni_common.pipeline import Pipeline
 from omni_scheduler.fleet import DEAD_S, Fleet, Peer, StageSettings
 from omni_scheduler.request import (
+    ALIVE,
     ENDED,
+    Answered,
     Assigned,
     Assignment,
     Cancelled,
+    Claimed,
     Event,
-    Expired,
     Finished,
     HolderClosed,
+    Hopeless,
     Phase,
     Refusal,
     ReplicaLost,
     Request,
     Send,
     StageFailed,
+    Unclaimed,
+)
+from omni_scheduler.request import (
+    Lost as LostStage,
 )
 
 log = logging.getLogger("omni.scheduler")
@@ -52,6 +61,9 @@ log = logging.getLogger("omni.scheduler")
 MISSING_S = 2.0
 #: Incarnations declared dead that are remembered to be told so.
 FENCED = 4096
+#: After its start a scheduler waits this long for workers to claim the live requests that gateways submit again, and
+#: for gateways to submit what workers hold.
+CLAIM_S = 5.0
 
 
 class Scheduler:
@@ -69,7 +81,15 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}
         self.queue: deque[str] = deque()
-        self.counts = dict.fromkeys(("admitted", "completed", "failed", "cancelled", "rejected", "deaths"), 0)
+        #: Requests with a lost stage.
+        self.recovering: dict[str, None] = {}
+        #: What workers held when they came to this (new) scheduler, until a gateway submits it or the time is over.
+        self._held: dict[str, list[tuple[Peer, Holding]]] = {}
+        self._claims_end: float | None = None
+        self.replay_s = 0.0
+        self.counts = dict.fromkeys(
+            ("admitted", "completed", "failed", "cancelled", "rejected", "deaths", "replays"), 0
+        )
         #: True when gateways should hear of the fleet before the next tick.
         self.changed = False
         self._fenced: dict[str, str] = {}
@@ -108,7 +128,7 @@ class Scheduler:
             event: Event = Cancelled("its gateway is gone", gateway_alive=False)
         else:
             mine = [self.requests[request_id] for request_id in sorted(peer.placed)]
-            event = ReplicaLost(incarnation, peer.name, why)
+            event = ReplicaLost(incarnation, peer.name, why, now)
         log.log(
             logging.WARNING if mine else logging.INFO,
             "%s (%s) is gone: %s; requests: %s",
@@ -134,14 +154,29 @@ class Scheduler:
         sends: list[Send] = []
         for incarnation, why in self.fleet.silent(now):
             sends += self.gone(incarnation, why, now)
+        if self._claims_end is None:
+            self._claims_end = now + CLAIM_S
+        elif self._claims_end and now >= self._claims_end:
+            self._claims_end = 0.0
+            sends += self._end_claims(now)
         for request in list(self.requests.values()):
             sends += self._check_deadlines(request, now)
         return sends + self._place(now)
 
+    def _end_claims(self, now: float) -> list[Send]:
+        sends: list[Send] = []
+        for request_id, held in self._held.items():
+            for peer, _ in held:
+                sends.append(Send(peer.incarnation, Close(request_id, "its gateway is gone")))
+        self._held.clear()
+        for request_id in list(self.recovering):
+            sends += self._apply(self.requests[request_id], Unclaimed(now))
+        return sends
+
     def status(self, now: float) -> FleetFrame:
         """What gateways are told of the fleet."""
         self.changed = False
-        running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
+        running = [request for request in self.requests.values() if request.phase in ALIVE]
         queued = [self.requests[request_id] for request_id in self.queue]
         return FleetFrame(
             scheduler=self.incarnation,
@@ -153,6 +188,7 @@ class Scheduler:
             gateways=len(self.gateways()),
             queued=len(queued),
             running=len(running),
+            replay_s=round(self.replay_s, 3),
             **self.counts,
         )
 
@@ -175,10 +211,23 @@ class Scheduler:
             self.changed = True
             log.info("%s (%s) is here", hello.name, sender)
         sends = [Send(sender, Welcome(self.incarnation))]
-        for held in hello.holding:
-            if held.request_id not in self.requests:
-                sends.append(Send(sender, Close(held.request_id, "unknown to the scheduler")))
+        for holding in hello.holding:
+            sends += self._claim(self.fleet.peers[sender], holding)
         return sends
+
+    def _claim(self, peer: Peer, holding: Holding) -> list[Send]:
+        """A worker has a request that an earlier scheduler placed there."""
+        request = self.requests.get(holding.request_id)
+        if request is None or request.phase in ENDED:
+            if self._claims_end == 0.0 or request is not None:
+                return [Send(peer.incarnation, Close(holding.request_id, "unknown to the scheduler"))]
+            self._held.setdefault(holding.request_id, []).append((peer, holding))
+            return []
+        if peer.incarnation in request.holders:
+            return []
+        peer.placed.add(holding.request_id)
+        replica = Assignment(holding.stage, peer.incarnation, peer.hello.inbox)
+        return self._apply(request, Claimed(replica, holding.attempt))
 
     def _state(self, peer: Peer, state: State, now: float) -> list[Send]:
         if state.state != peer.state.state:
@@ -213,6 +262,8 @@ class Scheduler:
             return self._reject(peer, submit, "unsupported_modality", str(error))
         request = Request(submit, peer.incarnation, peer.hello.inbox, plan, since=now)
         self.requests[submit.request_id] = request
+        if submit.live:
+            return self._adopt(request, now)
         self.queue.append(submit.request_id)
         sends = self._place(now)
         if request.phase is Phase.QUEUED:
@@ -222,6 +273,19 @@ class Scheduler:
                 sends += self._apply(request, Refusal("queue_full", message, 429, retry_after_s=1.0))
         return sends
 
+    def _adopt(self, request: Request, now: float) -> list[Send]:
+        """A live request of an earlier scheduler: its stages run somewhere, or are lost."""
+        request.phase = Phase.RECOVERING
+        request.lost = {stage: LostStage(now, "the scheduler was restarted", "") for stage in request.plan.stages}
+        request.claimable = set(request.plan.stages)
+        self.recovering[request.request_id] = None
+        sends: list[Send] = []
+        for peer, holding in self._held.pop(request.request_id, []):
+            sends += self._claim(peer, holding)
+        if self._claims_end == 0.0:
+            sends += self._apply(request, Unclaimed(now))
+        return sends
+
     def _reject(self, peer: Peer, submit: Submit, code: str, message: str) -> list[Send]:
         self.counts["rejected"] += 1
         return [Send(peer.incarnation, Rejected(submit.request_id, code, message, 400))]
@@ -229,14 +293,26 @@ class Scheduler:
     def _cancel(self, peer: Peer, cancel: Cancel, now: float) -> list[Send]:
         request = self.requests.get(cancel.request_id)
         if request is None:
-            return [Send(peer.incarnation, Closed(cancel.request_id))]
+            return self._disown(peer, cancel.request_id)
         return self._apply(request, Cancelled(cancel.reason)) + self._place(now)
+
+    def _disown(self, peer: Peer, request_id: str) -> list[Send]:
+        """A request that ended while there was no scheduler: workers that still have it are told."""
+        held = self._held.pop(request_id, [])
+        closes = [Send(holder.incarnation, Close(request_id, "it has ended")) for holder, _ in held]
+        return [*closes, Send(peer.incarnation, Closed(request_id))]
 
     def _done(self, peer: Peer, done: Done, now: float) -> list[Send]:
         request = self.requests.get(done.request_id)
         if request is None:
-            return [Send(peer.incarnation, Closed(done.request_id))]
+            return self._disown(peer, done.request_id)
         return self._apply(request, Finished())
+
+    def _held_by(self, peer: Peer, held: Held, now: float) -> list[Send]:
+        request = self.requests.get(held.request_id)
+        if request is None:
+            return []
+        return self._apply(request, Answered(held)) + self._place(now)
 
     def _failed(self, peer: Peer, failed: Failed, now: float) -> list[Send]:
         request = self.requests.get(failed.request_id)
@@ -244,7 +320,7 @@ class Scheduler:
             return []
         if failed.status >= 500:
             log.warning("%s failed in %s: %s (%s)", failed.request_id, peer.name, failed.message, failed.code)
-        return self._apply(request, StageFailed(failed))
+        return self._apply(request, StageFailed(failed, peer.incarnation))
 
     def _closed(self, peer: Peer, closed: Closed, now: float) -> list[Send]:
         request = self.requests.get(closed.request_id)
@@ -268,36 +344,62 @@ class Scheduler:
         if request.phase is not before:
             if before is Phase.QUEUED:
                 self.queue.remove(request.request_id)
-            self.counts["admitted" if request.phase is Phase.RUNNING else request.phase.value] += 1
+                self.counts["admitted"] += request.phase is Phase.RUNNING
+            if request.phase in ENDED:
+                self.counts[request.phase.value] += 1
+            if request.phase is Phase.RECOVERING:
+                self.recovering[request.request_id] = None
+            else:
+                self.recovering.pop(request.request_id, None)
         if request.gone:
             del self.requests[request.request_id]
         return [send for send in sends if send.peer in self.fleet.peers]
 
     def _place(self, now: float) -> list[Send]:
-        """Start every queued request whose stages all have room, in order of arrival."""
+        """Start what can be started: first what lost a stage, then queued requests, in order of arrival."""
         sends: list[Send] = []
-        for request_id in list(self.queue):
+        for request_id in [*self.recovering, *self.queue]:
             request = self.requests[request_id]
-            chosen = {}
-            for stage in request.plan.stages:
-                peer = self.fleet.choose(stage)
-                if peer is None:
-                    break
-                chosen[stage] = peer
-            else:
-                for peer in chosen.values():
-                    peer.placed.add(request_id)
-                replicas = {
-                    stage: Assignment(stage, peer.incarnation, peer.hello.inbox) for stage, peer in chosen.items()
-                }
-                left = request.submit.total_s - (now - request.since)
-                sends += self._apply(request, Assigned(replicas, total_s=left))
+            chosen = self._choose(request)
+            if not chosen:
+                continue
+            for stage, peer in chosen.items():
+                peer.placed.add(request_id)
+                peer.alone = request_id if request.is_suspect(stage) else ""
+            replicas = {stage: Assignment(stage, peer.incarnation, peer.hello.inbox) for stage, peer in chosen.items()}
+            for stage in request.lost:
+                waited = now - request.lost[stage].since
+                self.counts["replays"] += 1
+                self.replay_s += waited
+                log.info(
+                    "%s: %s goes on at %s after %.3f s, from position %d",
+                    request_id,
+                    stage,
+                    chosen[stage].name,
+                    waited,
+                    request.lost[stage].position,
+                )
+            left = request.submit.total_s - (now - request.since)
+            sends += self._apply(request, Assigned(replicas, total_s=left))
         return sends
+
+    def _choose(self, request: Request) -> dict[str, Peer]:
+        """A replica for every stage that the request needs now; empty when there is none for one of them."""
+        chosen = {}
+        for stage in request.needs:
+            peer = self.fleet.choose(stage, alone=request.is_suspect(stage))
+            if peer is None:
+                return {}
+            chosen[stage] = peer
+        return chosen
 
     def _check_deadlines(self, request: Request, now: float) -> list[Send]:
         waited = now - request.since
-        if request.phase is Phase.RUNNING and waited > request.submit.total_s:
-            return self._apply(request, Expired())
+        if request.phase in ALIVE and waited > request.submit.total_s:
+            message = f"the request took longer than {request.submit.total_s:g} s"
+            return self._apply(request, Hopeless("deadline_exceeded", message, 504))
+        if request.phase is Phase.RECOVERING:
+            return self._check_recovery(request, now)
         if request.phase is not Phase.QUEUED:
             return []
         missing = self.fleet.missing(request.plan.stages)
@@ -311,6 +413,15 @@ class Scheduler:
             return self._apply(request, Refusal("queue_timeout", message, 504, retry_after_s=2.0))
         return []
 
+    def _check_recovery(self, request: Request, now: float) -> list[Send]:
+        """Give up when a lost stage has no replica and none is on its way for too long."""
+        limit = self.pipelines[request.submit.pipeline].limits.recover_s
+        for stage, lost in request.lost.items():
+            if now - lost.since > limit and not self._expected(stage):
+                message = f"stage {stage} was lost while it worked on the request, and no replica came: {lost.why}"
+                return self._apply(request, Hopeless("stage_lost", message, 503))
+        return []
+
     def _expected(self, stage: str) -> bool:
         """A replica of the stage is on its way."""
         return any(peer.state.state in ("loading", "ready") for peer in self.fleet.of_stage(stage))
@@ -321,8 +432,15 @@ class Scheduler:
         for request in self.requests.values():
             assert not request.gone, request.story
             assert request.phase in ENDED or request.gateway in self.fleet.peers, request.story
-            if request.phase is Phase.RUNNING:
-                assert request.holders, request.story
+            assert (request.phase is Phase.RECOVERING) == (request.request_id in self.recovering), request.story
+            if request.phase in ALIVE:
+                stages = set(request.plan.stages)
+                assert set(request.replicas) | set(request.lost) == stages, request.story
+                assert not set(request.replicas) & set(request.lost), request.story
+                assert bool(request.lost) == (request.phase is Phase.RECOVERING), request.story
+                assert {replica.incarnation for replica in request.replicas.values()} <= request.holders, request.story
+                for lost in request.lost.values():
+                    assert lost.asked <= set(self.fleet.peers), request.story
         for peer in self.fleet.peers.values():
             assert len(peer.placed) <= max(peer.hello.slots, 0), peer.name
             for request_id in peer.placed:
@@ -338,5 +456,6 @@ HANDLERS: dict[type[Plain], Callable[..., list[Send]]] = {
     Done: Scheduler._done,
     Failed: Scheduler._failed,
     Closed: Scheduler._closed,
+    Held: Scheduler._held_by,
     Error: Scheduler._error,
 }

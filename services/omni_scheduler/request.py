@@ -1,7 +1,15 @@
 """One request's life as a state machine: events in, actions out. Pure, so that every interleaving can be tested.
 
     queued -> running -> completed | failed | cancelled -> gone
-         \\-> rejected (gone at once)
+         \\      ^ |
+          \\     | v
+           \\  recovering
+            -> rejected (gone at once)
+
+When a replica dies, the live consumers of its stages are told to take nothing more from it and asked what they have
+(`recover` -> `held`); when all have answered and a replica is free for each lost stage, those are placed anew at once,
+the stage being given the longest prefix that anybody has, and its live neighbours are linked to it. A further death on
+the way adds to what is lost and starts nothing over.
 
 After its outcome is known a request stays as a tombstone until every worker that ever got it has said `closed`, so a
 late frame of it is recognised and a cancel can never be overtaken by what it cancels.
@@ -11,20 +19,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omni_common.frames import CLIENT, Close, Closed, Failed, Link, Params, Place, Placed, Plain, Rejected, Submit
+from omni_common.frames import (
+    CLIENT,
+    Close,
+    Closed,
+    Decision,
+    Failed,
+    Held,
+    Link,
+    Place,
+    Placed,
+    Plain,
+    Recover,
+    Rejected,
+    Relink,
+    Submit,
+)
 from omni_common.pipeline import Plan, edge_name
 
 
 class Phase(Enum):
     QUEUED = "queued"
     RUNNING = "running"
+    RECOVERING = "recovering"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
     REJECTED = "rejected"
 
 
+ALIVE = frozenset({Phase.RUNNING, Phase.RECOVERING})
 ENDED = frozenset({Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.REJECTED})
+
+#: Deaths of a stage's replica in a row without a new position at its consumers: after one the request is a suspect and
+#: runs alone on a replica, after this many it has failed and the stage lives.
+POISON_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +65,28 @@ class Assignment:
     inbox: str
 
 
+@dataclass(slots=True)
+class Lost:
+    """A stage without a replica, and what its consumers have of its output."""
+
+    #: Clock time of the death.
+    since: float
+    #: Why, for people.
+    why: str
+    #: The dead incarnation, empty after a restart of the scheduler.
+    incarnation: str
+    #: Consumers that have not answered `recover` yet.
+    asked: set[str] = field(default_factory=set)
+    position: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+
+
 # ------------------------------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A replica was chosen for every stage."""
+    """A replica was chosen for every stage that has none."""
 
     replicas: dict[str, Assignment]
     #: Remaining seconds of the request.
@@ -76,6 +121,7 @@ class StageFailed:
     """A stage reported an error for this request."""
 
     failed: Failed
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +131,29 @@ class ReplicaLost:
     incarnation: str
     name: str
     why: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A consumer said what it has of a dead stage's output."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """After a restart of the scheduler: a worker has this stage of the request."""
+
+    replica: Assignment
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaimed:
+    """The time for claims is over."""
+
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +164,27 @@ class HolderClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
-    """The request's total deadline passed."""
+class Hopeless:
+    """It cannot go on: no replica came in time, or the request's own time is over."""
+
+    code: str
+    message: str
+    status: int
 
 
-Event = Assigned | Refusal | Finished | Cancelled | StageFailed | ReplicaLost | HolderClosed | Expired
+Event = (
+    Assigned
+    | Refusal
+    | Finished
+    | Cancelled
+    | StageFailed
+    | ReplicaLost
+    | Answered
+    | Claimed
+    | Unclaimed
+    | HolderClosed
+    | Hopeless
+)
 
 # ------------------------------------------------------------------------------------------------------------ actions
 
@@ -114,7 +199,8 @@ class Send:
 
 @dataclass(slots=True)
 class Request:
-    """Invariants: `holders` is not empty while running; a request that ended with no holders is gone."""
+    """Invariants: while alive every stage of the plan is in `replicas` or in `lost`; `holders` has every incarnation
+    in `replicas`; a request that ended with no holders is gone."""
 
     submit: Submit
     gateway: str
@@ -123,11 +209,18 @@ class Request:
     #: Clock time of the submission.
     since: float
     phase: Phase = Phase.QUEUED
+    #: How often anything of it was placed.
     attempt: int = 0
     replicas: dict[str, Assignment] = field(default_factory=dict)
+    lost: dict[str, Lost] = field(default_factory=dict)
+    #: After a restart of the scheduler: stages that a worker may still claim.
+    claimable: set[str] = field(default_factory=set)
     #: Incarnations that got the request and have not said `closed`.
     holders: set[str] = field(default_factory=set)
     gateway_alive: bool = True
+    #: By stage: deaths in a row without progress, and the position at the last one.
+    deaths: dict[str, int] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
     #: What happened, for logs and for the message of an impossible event.
     story: list[str] = field(default_factory=list)
 
@@ -139,6 +232,19 @@ class Request:
     def gone(self) -> bool:
         return self.phase in ENDED and not self.holders
 
+    @property
+    def needs(self) -> list[str]:
+        """Stages to be placed now; empty while an answer is out."""
+        if self.phase is Phase.QUEUED:
+            return self.plan.stages
+        if self.phase is Phase.RECOVERING and not self.claimable and not any(lost.asked for lost in self.lost.values()):
+            return [stage for stage in self.plan.stages if stage in self.lost]
+        return []
+
+    def is_suspect(self, stage: str) -> bool:
+        """It may be what killed the stage's last replica: to be run alone."""
+        return self.deaths.get(stage, 0) > 0
+
     def apply(self, event: Event) -> list[Send]:
         """Advance by one event. An event that means nothing in this phase changes nothing."""
         handler = TRANSITIONS.get((self.phase, type(event)))
@@ -149,45 +255,74 @@ class Request:
         self.story.append(f"{type(event).__name__}: {before.value} -> {self.phase.value}")
         return actions
 
+    def end(self, stage: str) -> tuple[str, str]:
+        """(incarnation, inbox) of a live stage or the client."""
+        if stage == CLIENT:
+            return self.gateway, self.gateway_inbox
+        replica = self.replicas[stage]
+        return replica.incarnation, replica.inbox
+
+    def link(self, source: str, target: str, other: str) -> Link:
+        """The edge as the end that is not `other` sees it."""
+        return Link(edge_name(source, target), other, *self.end(other))
+
+    def links(self, stage: str) -> tuple[list[Link], list[Link]]:
+        """(sources, sinks) of a stage or the client."""
+        return (
+            [self.link(other, stage, other) for other in self.plan.into(stage)],
+            [self.link(stage, other, other) for other in self.plan.out_of(stage)],
+        )
+
 
 def _assign(request: Request, event: Assigned) -> list[Send]:
+    sends = _place(request, event.replicas, event.total_s)
+    sources, sinks = request.links(CLIENT)
+    return [*sends, Send(request.gateway, Placed(request.request_id, request.attempt, sources, sinks))]
+
+
+def _reassign(request: Request, event: Assigned) -> list[Send]:
+    """Lost stages run again: linked to what lives, given what was decided."""
+    resume = {stage: request.lost.pop(stage).decisions for stage in event.replicas}
+    sends = _place(request, event.replicas, event.total_s, resume)
+    for source, target in request.plan.edges:
+        for moved, other in ((source, target), (target, source)):
+            if moved in event.replicas and other not in event.replicas:
+                frame = Relink(request.request_id, request.link(source, target, moved))
+                sends.append(Send(request.end(other)[0], frame))
+    return sends
+
+
+def _place(
+    request: Request,
+    replicas: dict[str, Assignment],
+    total_s: float,
+    resume: dict[str, list[Decision]] | None = None,
+) -> list[Send]:
     request.phase = Phase.RUNNING
     request.attempt += 1
-    request.replicas = event.replicas
-    request.holders = {replica.incarnation for replica in event.replicas.values()}
-    ends = {stage: (replica.incarnation, replica.inbox) for stage, replica in event.replicas.items()}
-    ends[CLIENT] = (request.gateway, request.gateway_inbox)
-
-    def links(stage: str) -> tuple[list[Link], list[Link]]:
-        sources = [Link(edge_name(other, stage), other, *ends[other]) for other in request.plan.into(stage)]
-        sinks = [Link(edge_name(stage, other), other, *ends[other]) for other in request.plan.out_of(stage)]
-        return sources, sinks
-
+    request.replicas |= replicas
+    request.holders |= {replica.incarnation for replica in replicas.values()}
     submit = request.submit
-    actions = []
+    sends = []
     # Consumers first: their grants are then on the way when their producers learn of the request.
     for stage in reversed(request.plan.stages):
-        sources, sinks = links(stage)
-        place = Place(
-            request_id=request.request_id,
-            pipeline=submit.pipeline,
-            stage=stage,
-            attempt=request.attempt,
-            seed=submit.seed,
-            params=_params(submit, stage),
-            sources=sources,
-            sinks=sinks,
-            total_s=event.total_s,
-            trace=submit.trace,
-        )
-        actions.append(Send(event.replicas[stage].incarnation, place))
-    sources, sinks = links(CLIENT)
-    actions.append(Send(request.gateway, Placed(request.request_id, request.attempt, sources, sinks)))
-    return actions
-
-
-def _params(submit: Submit, stage: str) -> Params:
-    return submit.params.get(stage, {})
+        if stage in replicas:
+            sources, sinks = request.links(stage)
+            place = Place(
+                request_id=request.request_id,
+                pipeline=submit.pipeline,
+                stage=stage,
+                attempt=request.attempt,
+                seed=submit.seed,
+                params=submit.params.get(stage, {}),
+                sources=sources,
+                sinks=sinks,
+                total_s=total_s,
+                trace=submit.trace,
+                resume=(resume or {}).get(stage, []),
+            )
+            sends.append(Send(replicas[stage].incarnation, place))
+    return sends
 
 
 def _refuse(request: Request, event: Refusal) -> list[Send]:
@@ -215,23 +350,99 @@ def _fail(request: Request, code: str, message: str, stage: str, status: int, pa
 
 def _stage_failed(request: Request, event: StageFailed) -> list[Send]:
     failed = event.failed
-    if failed.attempt != request.attempt:
+    replica = request.replicas.get(failed.stage)
+    if replica is None or replica.incarnation != event.incarnation:
         return []
     return _fail(request, failed.code, failed.message, failed.stage, failed.status, failed.param)
 
 
-def _expire(request: Request, event: Expired) -> list[Send]:
-    message = f"the request took longer than {request.submit.total_s:g} s"
-    return _fail(request, "deadline_exceeded", message, "", 504)
+def _hopeless(request: Request, event: Hopeless) -> list[Send]:
+    stage = next((stage for stage in request.plan.stages if stage in request.lost), "")
+    return _fail(request, event.code, event.message, stage, event.status)
 
 
 def _replica_lost(request: Request, event: ReplicaLost) -> list[Send]:
     if event.incarnation not in request.holders:
         return []
     request.holders.discard(event.incarnation)
+    for lost in request.lost.values():
+        lost.asked.discard(event.incarnation)
     stages = [name for name, replica in request.replicas.items() if replica.incarnation == event.incarnation]
-    message = f"stage {' and '.join(stages)} was lost while it worked on the request: {event.name} {event.why}"
-    return _fail(request, "stage_lost", message, stages[0], 503)
+    sends: list[Send] = []
+    for stage in stages:
+        del request.replicas[stage]
+        request.lost[stage] = Lost(event.now, f"{event.name} {event.why}", event.incarnation)
+        request.phase = Phase.RECOVERING
+    for stage in stages:
+        sends += _ask(request, stage)
+    return sends
+
+
+def _ask(request: Request, stage: str) -> list[Send]:
+    """Ask the live consumers of a lost stage what they have; at the same time they stop to take from the dead."""
+    lost = request.lost[stage]
+    sends = []
+    for other in request.plan.out_of(stage):
+        if other not in request.lost:
+            peer = request.end(other)[0]
+            lost.asked.add(peer)
+            frame = Recover(request.request_id, edge_name(stage, other), lost.incarnation)
+            sends.append(Send(peer, frame))
+    return sends
+
+
+def _answered(request: Request, event: Answered) -> list[Send]:
+    held = event.held
+    stage, _, consumer = held.edge.partition(">")
+    lost = request.lost.get(stage)
+    if lost is None or lost.incarnation != held.incarnation or (consumer in request.lost):
+        return []
+    peer = request.end(consumer)[0]
+    if peer not in lost.asked:
+        return []
+    lost.asked.discard(peer)
+    if held.position >= lost.position and len(held.decisions) >= len(lost.decisions):
+        lost.position, lost.decisions = held.position, held.decisions
+    if lost.asked or not lost.incarnation:
+        return []
+    return _judge_death(request, stage, lost)
+
+
+def _judge_death(request: Request, stage: str, lost: Lost) -> list[Send]:
+    """Count a death without progress against the request."""
+    progressed = lost.position > request.reached.get(stage, 0)
+    request.deaths[stage] = 0 if progressed else request.deaths.get(stage, 0) + 1
+    request.reached[stage] = max(lost.position, request.reached.get(stage, 0))
+    if request.deaths[stage] < POISON_DEATHS:
+        return []
+    message = f"stage {stage} died {POISON_DEATHS} times while it worked on this request: {lost.why}"
+    return _fail(request, "poison_request", message, stage, 500)
+
+
+def _claimed(request: Request, event: Claimed) -> list[Send]:
+    """A worker goes on with a stage as if nothing had happened."""
+    stage = event.replica.stage
+    if stage not in request.claimable:
+        return [Send(event.replica.incarnation, Close(request.request_id, "placed elsewhere"))]
+    request.claimable.discard(stage)
+    request.attempt = max(request.attempt, event.attempt)
+    request.replicas[stage] = event.replica
+    request.holders.add(event.replica.incarnation)
+    del request.lost[stage]
+    if not request.lost:
+        request.phase = Phase.RUNNING
+    return []
+
+
+def _unclaimed(request: Request, event: Unclaimed) -> list[Send]:
+    """What nobody claimed died while there was no scheduler."""
+    unclaimed, request.claimable = request.claimable, set()
+    sends = []
+    for stage in request.plan.stages:
+        if stage in unclaimed:
+            request.lost[stage].since = event.now
+            sends += _ask(request, stage)
+    return sends
 
 
 def _holder_lost(request: Request, event: ReplicaLost) -> list[Send]:
@@ -266,11 +477,15 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], Callable[..., list[Send]]] = {
     (Phase.QUEUED, Assigned): _assign,
     (Phase.QUEUED, Refusal): _refuse,
     (Phase.QUEUED, Cancelled): _cancel,
-    (Phase.RUNNING, Finished): _finish,
-    (Phase.RUNNING, Cancelled): _cancel,
-    (Phase.RUNNING, StageFailed): _stage_failed,
-    (Phase.RUNNING, ReplicaLost): _replica_lost,
-    (Phase.RUNNING, Expired): _expire,
+    (Phase.RECOVERING, Assigned): _reassign,
+    (Phase.RECOVERING, Answered): _answered,
+    (Phase.RECOVERING, Claimed): _claimed,
+    (Phase.RECOVERING, Unclaimed): _unclaimed,
+    **{(phase, Finished): _finish for phase in ALIVE},
+    **{(phase, Cancelled): _cancel for phase in ALIVE},
+    **{(phase, StageFailed): _stage_failed for phase in ALIVE},
+    **{(phase, ReplicaLost): _replica_lost for phase in ALIVE},
+    **{(phase, Hopeless): _hopeless for phase in ALIVE},
     **{(phase, HolderClosed): _holder_closed for phase in ENDED},
     **{(phase, ReplicaLost): _holder_lost for phase in ENDED},
     **{(phase, Cancelled): _gateway_lost for phase in ENDED},

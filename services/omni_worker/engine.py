@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from omni_common.frames import Body
+from omni_common.frames import Body, Decision
 from omni_common.params import AnyParams
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -30,6 +30,8 @@ class Job:
     sources: tuple[str, ...]
     sinks: tuple[str, ...]
     pipeline: str = ""
+    #: Output of a former self of this stage, which died; only for engines that `resumes`.
+    resume: tuple[Decision, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class Engine(Protocol):
 
     #: True when another `step` would do work without further input.
     busy: bool
+    #: How a job goes on after the death of the process that ran it. True: `add` gets what was decided (`job.resume`),
+    #: and the job's outputs begin after it. False: the job is computed again from its input, which gives the same
+    #: output at the same positions; what the consumers have is not sent again.
+    resumes: bool
 
     def load(self, context: LoadContext) -> None:
         """Load the weights and run a tiny job (the warm-up). Raises with the reason when the stage cannot work."""

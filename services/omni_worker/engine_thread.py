@@ -88,17 +88,20 @@ Result = Published | Failure | Used | Dropped | Loaded | Broken
 
 
 class EngineThread:
-    """`publish(arrays, sinks)` is Node.publish; `on_results(list)` runs on the loop."""
+    """`publish(arrays, sinks)` is Node.publish; `on_results(list)` and `on_starved()` (the arena is full) run on the
+    loop."""
 
     def __init__(
         self,
         engine: Engine,
         publish: Callable[[Arrays, int], dict[str, Tensor] | None],
         on_results: Callable[[list[Result]], None],
+        on_starved: Callable[[], object],
     ) -> None:
         self._engine = engine
         self._publish = publish
         self._on_results = on_results
+        self._on_starved = on_starved
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._results: deque[Result] = deque()
@@ -118,6 +121,10 @@ class EngineThread:
     @property
     def running(self) -> int:
         return len(self._open)
+
+    @property
+    def resumes(self) -> bool:
+        return self._engine.resumes
 
     @property
     def busy(self) -> bool:
@@ -240,6 +247,7 @@ class EngineThread:
             return True
         if tensors is None:
             self._starved.append(output)
+            self._loop.call_soon_threadsafe(self._on_starved)
             return False
         self.produced += output.end - output.start
         self._tell(Published(output, sinks, tensors))

@@ -23,6 +23,8 @@ from omni_common.frames import (
     Lost,
     Place,
     Plain,
+    Recover,
+    Relink,
     State,
     WorkerState,
 )
@@ -81,7 +83,7 @@ class Worker:
         self._node = Node(
             self._context, run, self._incarnation, stage.arena_mib << 20, self._on_piece, self._on_room, self._on_gap
         )
-        self._thread = EngineThread(engine, self._node.publish, self._on_results)
+        self._thread = EngineThread(engine, self._node.publish, self._on_results, self._node.evict)
         self._node.arena.on_free.append(self._thread.wake)
         self._member = Member(
             self._context,
@@ -193,19 +195,31 @@ class Worker:
         except OmniError as error:
             self._fail(Failure(request_id, error.message, error.code, error.status, error.param))
             return
-        self._thread.send(
-            Add(
-                Job(
-                    request_id=request_id,
-                    seed=place.seed,
-                    params=params,
-                    sources=tuple(link.stage for link in place.sources),
-                    sinks=tuple(link.stage for link in place.sinks),
-                    pipeline=place.pipeline,
+        resume = tuple(place.resume) if self._thread.resumes else ()
+        # An end that was decided needs no engine, only somebody who still has it.
+        if not (resume and resume[-1].last):
+            self._thread.send(
+                Add(
+                    Job(
+                        request_id=request_id,
+                        seed=place.seed,
+                        params=params,
+                        sources=tuple(link.stage for link in place.sources),
+                        sinks=tuple(link.stage for link in place.sinks),
+                        pipeline=place.pipeline,
+                        resume=resume,
+                    )
                 )
             )
-        )
-        self._node.open(request_id, place.attempt, place.sources, place.sinks)
+        self._node.open(request_id, place.attempt, place.sources, place.sinks, resume)
+
+    def _recover(self, recover: Recover) -> None:
+        held = self._node.recover(recover)
+        if held is not None:
+            self._member.send(held)
+
+    def _relink(self, relink: Relink) -> None:
+        self._node.relink(relink)
 
     def _close(self, close: Close) -> None:
         self._node.close_request(close.request_id)
@@ -293,6 +307,8 @@ class Worker:
 _FRAMES: dict[type[Plain], Callable[[Worker, Any], None]] = {
     Place: Worker._place,
     Close: Worker._close,
+    Recover: Worker._recover,
+    Relink: Worker._relink,
     Lost: Worker._lost,
 }
 _RESULTS: dict[type[Result], Callable[[Worker, Any], None]] = {

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+
 from support.http import gateway
 from support.rig import Rig, fake, running, until
 

@@ -3,7 +3,8 @@
 `model:` chooses what it does with its input:
 
 - `identity`: every piece goes on with the same body, each tensor read and written anew;
-- `tokens`: when the input has ended, `max_tokens` tokens (` w0`, ` w1`, ...) leave, one a step;
+- `tokens`: when the input has ended, `max_tokens` tokens (` w0`, ` w1`, ...) leave, one a step; with the option
+  `entropy` each carries a random number of this process, so that deciding anew would show;
 - `tone`: every piece of text becomes 0.1 s of a tone whose frequency is 200 Hz + 10 Hz x its first number;
 - `echo`: the text of the prompt's last message or the transcript comes back word by word.
 
@@ -12,6 +13,7 @@ loading fails), `raise_at` (the job fails at this token), `die_at` (the process 
 """
 
 import os
+import secrets
 import signal
 import time
 from collections import deque
@@ -52,6 +54,7 @@ class FakeEngine:
         self._step_s = float(options.get("step_s", 0.0))
         self._raise_at = int(options.get("raise_at", -1))
         self._die_at = int(options.get("die_at", -1))
+        self._entropy = bool(options.get("entropy", False))
         self._rate = int(options.get("rate", 24_000))
         self._jobs: dict[str, _FakeJob] = {}
         context.progress("pretending to load", 0.5)
@@ -62,8 +65,13 @@ class FakeEngine:
     def busy(self) -> bool:
         return any(job.able for job in self._jobs.values())
 
+    @property
+    def resumes(self) -> bool:
+        return self._mode == "tokens"
+
     def add(self, job: Job) -> None:
-        self._jobs[job.request_id] = _FakeJob(job, open=set(job.sources))
+        position = job.resume[-1].end if job.resume else 0
+        self._jobs[job.request_id] = _FakeJob(job, open=set(job.sources), position=position)
 
     def push(self, request_id: str, piece: Piece) -> None:
         job = self._jobs[request_id]
@@ -134,7 +142,10 @@ class FakeEngine:
             del self._jobs[request_id]
             return Failure(request_id, f"told to fail at token {index}")
         last = index + 1 >= len(words)
-        text = (" " if index else "") + words[index] if words else ""
+        word = words[index] if words else ""
+        if self._entropy:
+            word = f"{word}.{secrets.randbelow(10**9)}"
+        text = (" " if index else "") + word
         job.position += 1 if words else 0
         if last:
             del self._jobs[request_id]

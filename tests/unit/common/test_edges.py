@@ -5,8 +5,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_common.edges import InEdge, OutEdge, Pending
-from omni_common.frames import Chunk, Grant, Link, Text
+from omni_common.edges import InEdge, OutEdge, Retained
+from omni_common.frames import ArenaTensor, Chunk, Grant, Link, Text
 
 
 def ends(window_chunks: int = 4, window_bytes: int = 100) -> tuple[OutEdge, InEdge]:
@@ -15,16 +15,16 @@ def ends(window_chunks: int = 4, window_bytes: int = 100) -> tuple[OutEdge, InEd
     return out, incoming
 
 
-def pending(start: int, nbytes: int = 1, last: bool = False) -> Pending:
-    return Pending(start, start + 1, last, Text("x"), {}, nbytes)
+def chunk_of(start: int, nbytes: int = 1, last: bool = False) -> Retained:
+    return Retained(start, start + 1, last, Text("x"), {}, nbytes)
 
 
 def test_nothing_leaves_before_the_grant() -> None:
     out, incoming = ends()
-    out.offer(pending(0))
+    out.offer(chunk_of(0))
     assert out.take() == []
     out.grant(incoming.open())
-    assert [chunk.seq for chunk, _ in out.take()] == [0]
+    assert [chunk.seq for chunk in out.take()] == [0]
 
 
 def test_an_old_grant_that_comes_late_takes_nothing_back() -> None:
@@ -39,25 +39,25 @@ def test_one_chunk_may_overshoot_the_bytes() -> None:
     out, incoming = ends(window_chunks=10, window_bytes=100)
     out.grant(incoming.open())
     for start in range(3):
-        out.offer(pending(start, nbytes=1000))
+        out.offer(chunk_of(start, nbytes=1000))
     assert len(out.take()) == 1
-    assert len(out.waiting) == 2
+    assert out.waiting == 2
 
 
 def test_verdicts() -> None:
     _, incoming = ends()
     incoming.open()
 
-    def chunk(seq: int, start: int, source: str = "inc-a", last: bool = False) -> Chunk:
+    def numbered(seq: int, start: int, source: str = "inc-a", last: bool = False) -> Chunk:
         return Chunk("r", "a>b", source, 1, seq, start, start + 1, last)
 
-    assert incoming.accept(chunk(0, 0), 1) == "new"
-    assert incoming.accept(chunk(0, 0), 1) == "duplicate"
-    assert incoming.accept(chunk(2, 2), 1) == "gap"
-    assert incoming.accept(chunk(1, 3), 1) == "gap"
-    assert incoming.accept(chunk(1, 1, source="former self"), 1) == "stale"
-    assert incoming.accept(chunk(1, 1, last=True), 1) == "new"
-    assert incoming.accept(chunk(2, 2), 1) == "duplicate"
+    assert incoming.accept(numbered(0, 0), 1) == "new"
+    assert incoming.accept(numbered(0, 0), 1) == "duplicate"
+    assert incoming.accept(numbered(2, 2), 1) == "gap"
+    assert incoming.accept(numbered(1, 3), 1) == "gap"
+    assert incoming.accept(numbered(1, 1, source="former self"), 1) == "stale"
+    assert incoming.accept(numbered(1, 1, last=True), 1) == "new"
+    assert incoming.accept(numbered(2, 2), 1) == "duplicate"
     assert incoming.used(1) is None, "no credit after the end"
 
 
@@ -83,7 +83,7 @@ def test_everything_arrives_once_in_order_within_the_window(
     def act(choice: int) -> None:
         nonlocal offered
         if choice == 0 and offered < len(sizes):
-            out.offer(pending(offered, sizes[offered], last=offered == len(sizes) - 1))
+            out.offer(chunk_of(offered, sizes[offered], last=offered == len(sizes) - 1))
             offered += 1
         elif choice == 1 and grants:
             out.grant(grants.popleft())
@@ -96,8 +96,8 @@ def test_everything_arrives_once_in_order_within_the_window(
             grant = incoming.used(taken.popleft())
             if grant:
                 grants.append(grant)
-        for chunk, waiting in out.take():
-            wire.append((chunk, waiting.nbytes))
+        for chunk in out.take():
+            wire.append((chunk, sizes[chunk.start]))
         assert len(wire) + len(taken) <= window_chunks
         outstanding = sum(nbytes for _, nbytes in wire) + sum(taken)
         assert outstanding <= window_bytes + max(sizes)
@@ -108,4 +108,122 @@ def test_everything_arrives_once_in_order_within_the_window(
         for choice in range(4):
             act(choice)
     assert seen == list(range(len(sizes)))
-    assert out.ended and incoming.ended
+    assert not out.waiting and incoming.ended
+
+
+def test_a_producer_placed_anew_sends_only_what_is_missing() -> None:
+    out, incoming = ends(window_chunks=10)
+    out.grant(incoming.open())
+    for start in range(5):
+        out.offer(chunk_of(start, last=start == 4))
+    for chunk in out.take()[:3]:
+        assert incoming.accept(chunk, 1) == "new"
+        incoming.used(1)
+    incoming.fence()
+    assert incoming.accept(Chunk("r", "a>b", "inc-a", 1, 3, 3, 4), 1) == "stale"
+    assert [decision.start for decision in incoming.decisions] == [0, 1, 2]
+    reborn = OutEdge("r", out.link, "inc-a2", 2)
+    grant = incoming.relink(Link("a>b", "a", "inc-a2", "ipc://a2"))
+    assert grant is not None and grant.position == 3
+    assert reborn.grant(grant)
+    for start in range(5):
+        reborn.offer(chunk_of(start, last=start == 4))
+        for chunk in reborn.take():
+            assert incoming.accept(chunk, 1) == "new"
+    assert incoming.position == 5 and incoming.ended
+    assert incoming.relink(Link("a>b", "a", "inc-a3", "ipc://a3")) is None, "it has everything"
+
+
+def test_a_consumer_placed_anew_gets_everything_again() -> None:
+    out, incoming = ends(window_chunks=10)
+    out.grant(incoming.open())
+    for start in range(5):
+        out.offer(chunk_of(start, last=start == 4))
+    assert len(out.take()) == 5
+    link = Link("a>b", "b", "inc-b2", "ipc://b2")
+    out.relink(link)
+    assert out.take() == []
+    reborn = InEdge("r", incoming.link, "inc-b2", 2)
+    assert out.grant(reborn.open())
+    assert [reborn.accept(chunk, 1) for chunk in out.take()] == ["new"] * 5
+
+
+def test_what_was_evicted_is_told_when_it_is_needed_and_only_then() -> None:
+    out, incoming = ends(window_chunks=10)
+    out.grant(incoming.open())
+    for start in range(4):
+        chunk = chunk_of(start)
+        chunk.tensors = {"x": ArenaTensor("int8", [1], "inc-a", 4096 * start, 1, 1)}
+        out.offer(chunk)
+    out.take()
+    assert out.evictable() == [], "nothing is acknowledged"
+    out.grant(Grant("r", "a>b", "inc-b", 1, 2, 20, 1000))
+    assert [chunk.start for chunk in out.evictable()] == [0, 1]
+    for chunk in out.evictable():
+        chunk.evicted = True
+    out.relink(Link("a>b", "b", "inc-b2", "ipc://b2"))
+    assert out.grant(Grant("r", "a>b", "inc-b2", 2, 2, 20, 1000))
+    out.relink(Link("a>b", "b", "inc-b3", "ipc://b3"))
+    assert not out.grant(Grant("r", "a>b", "inc-b3", 3, 1, 20, 1000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(1, 30),
+    window=st.integers(1, 6),
+    choices=st.lists(st.integers(0, 6), max_size=300),
+)
+def test_deaths_at_any_point_lose_and_double_nothing(total: int, window: int, choices: list[int]) -> None:
+    """Producer and consumer die at any point; a new producer computes from the start, a new consumer reads again."""
+    lives = 0
+    out, incoming = ends(window, 1000)
+    grants = deque([incoming.open()])
+    wire: deque[Chunk] = deque()
+    client: list[int] = []
+    taken = 0
+    made = 0
+
+    def act(choice: int) -> None:
+        nonlocal out, incoming, wire, grants, lives, taken, made
+        if choice == 0 and made < total:
+            out.offer(chunk_of(made, last=made == total - 1))
+            made += 1
+        elif choice == 1 and grants:
+            assert out.grant(grants.popleft())
+        elif choice == 2 and wire:
+            chunk = wire.popleft()
+            if incoming.accept(chunk, 1) == "new":
+                taken += 1
+                if chunk.start >= len(client):
+                    assert chunk.start == len(client)
+                    client.append(chunk.start)
+        elif choice == 3 and taken:
+            taken -= 1
+            grant = incoming.used(1)
+            if grant:
+                grants.append(grant)
+        elif choice == 5 and lives < 20:
+            lives += 1
+            incoming.fence()
+            link = Link("a>b", "a", f"a{lives}", "ipc://a")
+            out, made = OutEdge("r", out.link, link.incarnation, lives), 0
+            grants = deque()
+            grant = incoming.relink(link)
+            if grant:
+                grants.append(grant)
+        elif choice == 6 and lives < 20:
+            lives += 1
+            link = Link("a>b", "b", f"b{lives}", "ipc://b")
+            incoming = InEdge("r", Link("a>b", "a", out.source, "ipc://a"), link.incarnation, lives, window, 1000)
+            out.relink(link)
+            wire, grants, taken = deque(), deque([incoming.open()]), 0
+        for chunk in out.take():
+            wire.append(chunk)
+
+    for choice in choices:
+        act(choice)
+    for _ in range(4 * total):
+        for choice in range(4):
+            act(choice)
+    assert client == list(range(total))
+    assert incoming.ended

@@ -14,20 +14,24 @@ from omni_common.frames import (
     Cancel,
     Close,
     Closed,
+    Decision,
     Done,
     Failed,
     Fenced,
+    Held,
     Hello,
     Holding,
     Lost,
     Place,
     Placed,
     Plain,
+    Recover,
     Refused,
     Rejected,
+    Relink,
     State,
     Submit,
-    Welcome,
+    Text,
 )
 from omni_common.pipeline import Limits, Pipeline, Stage, Task
 from omni_scheduler.machine import MISSING_S, Scheduler
@@ -95,6 +99,12 @@ class System:
             "gate", Submit(request_id, "two", "chat", ["text"], list(outputs), seed=1, queue_s=10.0, total_s=60.0)
         )
 
+    def answers(self, peer: str, position: int = 0, ended: bool = False) -> None:
+        """The peer answers every `recover` that it was sent, in order."""
+        for frame in self.got(peer, Recover):
+            decisions = [Decision(number, number + 1, False, Text(f"{number}")) for number in range(position)]
+            self.says(peer, Held(frame.request_id, frame.edge, frame.incarnation, position, ended, decisions))
+
     def got(self, peer: str, kind: type[Plain]) -> list[Plain]:
         return [frame for frame in self.mail.get(peer, []) if isinstance(frame, kind)]
 
@@ -147,15 +157,223 @@ def test_an_ended_request_is_a_tombstone_until_every_holder_has_closed() -> None
     assert system.phase is None
 
 
-def test_a_dead_worker_fails_its_requests_at_once_and_names_the_stage() -> None:
+def test_a_dead_stage_goes_on_elsewhere_from_what_its_consumers_have() -> None:
+    system = full_system(slots=4)
+    system.joins("w1b", "first")
+    system.submits()
+    dead, other = ("w1", "w1b") if system.got("w1", Place) else ("w1b", "w1")
+    system.dies(dead)
+    assert system.phase is Phase.RECOVERING
+    assert [frame.edge for frame in system.got("w2", Recover)] == ["first>second"]
+    assert [frame.edge for frame in system.got("gate", Recover)] == ["first>client"]
+    system.answers("w2", position=3)
+    assert not system.got(other, Place), "the gateway may have more"
+    system.answers("gate", position=5)
+    (place,) = system.got(other, Place)
+    assert place.stage == "first" and [decision.end for decision in place.resume] == [1, 2, 3, 4, 5]
+    assert [link.incarnation for link in place.sinks] == ["w2", "gate"]
+    assert [link.incarnation for link in place.sources] == ["gate"]
+    assert [frame.link.edge for frame in system.got("w2", Relink)] == ["first>second"]
+    assert [frame.link.edge for frame in system.got("gate", Relink)] == ["client>first", "first>client"]
+    assert {frame.link.incarnation for frame in system.got("gate", Relink)} == {other}
+    assert system.phase is Phase.RUNNING
+    assert not system.got("gate", Failed)
+    assert system.machine.counts["replays"] == 1
+
+
+def test_a_dead_stage_waits_for_its_restart() -> None:
     system = full_system()
     system.submits()
     system.dies("w2")
+    system.answers("gate")
+    system.joins("w2b", "second", ready=False)
+    system.passes(20)
+    assert system.phase is Phase.RECOVERING
+    system.says("w2b", State("ready"))
+    assert system.got("w2b", Place) and system.phase is Phase.RUNNING
+
+
+def test_without_any_replica_the_request_fails_with_the_stage_and_the_reason() -> None:
+    system = full_system()
+    system.submits()
+    system.dies("w2")
+    system.answers("gate")
+    system.passes(12)
     (failed,) = system.got("gate", Failed)
     assert (failed.code, failed.stage, failed.status) == ("stage_lost", "second", 503)
-    assert system.got("w1", Close) and system.got("w1", Lost) and system.got("gate", Lost)
+    assert "its process ended" in failed.message
     system.says("w1", Closed(REQUEST))
     assert system.phase is None
+
+
+def test_producer_and_consumer_together() -> None:
+    system = full_system()
+    system.submits()
+    system.dies("w2")
+    system.dies("w1")
+    system.answers("gate", position=4)
+    system.joins("w1b", "first")
+    assert system.phase is Phase.RECOVERING
+    system.joins("w2b", "second")
+    assert system.phase is Phase.RUNNING
+    (first,), (second,) = system.got("w1b", Place), system.got("w2b", Place)
+    assert [link.incarnation for link in first.sinks] == ["w2b", "gate"]
+    assert [link.incarnation for link in second.sources] == ["w1b"]
+    assert len(first.resume) == 4, "what was heard is not decided anew"
+
+
+def test_a_consumer_that_dies_before_it_answers_is_not_waited_for() -> None:
+    system = full_system()
+    system.submits()
+    system.dies("w1")
+    system.answers("gate", position=2)
+    system.joins("w1b", "first")
+    assert system.phase is Phase.RECOVERING
+    system.dies("w2")
+    system.answers("gate", position=2)
+    system.joins("w2b", "second")
+    assert system.phase is Phase.RUNNING
+    assert len(system.got("w1b", Place)[0].resume) == 2
+
+
+def test_death_of_the_replica_that_was_to_go_on() -> None:
+    system = full_system()
+    system.submits()
+    for name, position in (("w1", 2), ("w1b", 4), ("w1c", 6)):
+        if name != "w1":
+            system.joins(name, "first")
+        system.dies(name)
+        for peer in ("w2", "gate"):
+            system.mail[peer] = [frame for frame in system.mail[peer] if not isinstance(frame, Recover)] + [
+                frame for frame in system.mail[peer] if isinstance(frame, Recover)
+            ][-1:]
+            system.answers(peer, position)
+    system.joins("w1d", "first")
+    assert len(system.got("w1d", Place)[0].resume) == 6
+    assert system.phase is Phase.RUNNING
+
+
+def test_poison_is_run_alone_and_then_fails_alone() -> None:
+    system = full_system(slots=4)
+    system.submits()
+    system.submits("b" * 32, outputs=("text",))
+    for number in range(3):
+        name = "w1" if not number else f"w1-{number}"
+        if number:
+            system.joins(name, "first")
+            placed = [frame.request_id for frame in system.got(name, Place)]
+            assert len(placed) == 1, "a suspect shares no replica"
+        victim = system.machine.fleet.peers[name].placed & {REQUEST}
+        system.dies(name)
+        for peer in ("w2", "gate"):
+            for frame in system.got(peer, Recover):
+                mine = frame.request_id == REQUEST
+                system.says(peer, Held(frame.request_id, frame.edge, frame.incarnation, 0 if mine else number + 1))
+        if not victim and number:
+            break
+    codes = {frame.code for frame in system.got("gate", Failed)}
+    assert codes <= {"poison_request"}
+
+
+def test_a_request_that_kills_three_times_without_progress_fails_and_the_stage_lives() -> None:
+    system = full_system()
+    system.submits(outputs=("text",))
+    for name in ("w1", "w1b", "w1c"):
+        if name != "w1":
+            system.joins(name, "first")
+            assert system.phase is Phase.RUNNING
+        system.dies(name)
+        system.mail["gate"] = [frame for frame in system.mail["gate"] if not isinstance(frame, Recover)] + [
+            system.got("gate", Recover)[-1]
+        ]
+        system.answers("gate", position=0)
+    (failed,) = system.got("gate", Failed)
+    assert failed.code == "poison_request" and failed.stage == "first"
+    system.joins("w1d", "first")
+    assert not system.got("w1d", Place)
+
+
+def test_drained_goodbye_hands_its_requests_on() -> None:
+    system = full_system()
+    system.joins("w2b", "second")
+    system.submits()
+    holder = "w2" if system.got("w2", Place) else "w2b"
+    other = "w2b" if holder == "w2" else "w2"
+    system.says(holder, Bye("drain time is over"))
+    system.answers("gate")
+    assert system.got(other, Place) and system.phase is Phase.RUNNING
+    assert system.machine.counts["deaths"] == 0
+
+
+def restarted(system: System, holding: dict[str, str]) -> System:
+    """A new scheduler to which workers come with what they hold: worker -> stage."""
+    fresh = System()
+    fresh.take(fresh.machine.tick(fresh.now))
+    for worker, stage in holding.items():
+        hello = Hello(PROTOCOL_VERSION, "worker", worker, worker, f"ipc://{worker}", stage=stage, slots=1)
+        hello.digest = fresh.pipeline.stages[stage].digest(stage)
+        hello.holding = [Holding(REQUEST, stage, 3)]
+        fresh.says(worker, hello)
+        fresh.says(worker, State("ready"))
+    return fresh
+
+
+def resubmit(system: System) -> None:
+    system.joins("gate")
+    submit = Submit(REQUEST, "two", "chat", ["text"], ["text", "audio"], seed=1, queue_s=10.0, total_s=60.0)
+    submit.live = True
+    system.says("gate", submit)
+
+
+@pytest.mark.parametrize("gateway_first", [True, False])
+def test_a_scheduler_that_comes_back_empty_learns_what_runs(gateway_first: bool) -> None:
+    system = restarted(full_system(), {} if gateway_first else {"w1": "first", "w2": "second"})
+    resubmit(system)
+    if gateway_first:
+        assert system.phase is Phase.RECOVERING
+        for worker, stage in (("w1", "first"), ("w2", "second")):
+            hello = Hello(PROTOCOL_VERSION, "worker", worker, worker, f"ipc://{worker}", stage=stage, slots=1)
+            hello.digest = system.pipeline.stages[stage].digest(stage)
+            hello.holding = [Holding(REQUEST, stage, 3)]
+            system.says(worker, hello)
+            system.says(worker, State("ready"))
+    assert system.phase is Phase.RUNNING
+    assert not any(system.got(peer, kind) for peer in ("w1", "w2", "gate") for kind in (Place, Close, Failed, Relink))
+    system.passes(9)
+    system.says("gate", Done(REQUEST))
+    for worker in ("w1", "w2"):
+        assert system.got(worker, Close)
+        system.says(worker, Closed(REQUEST))
+    assert system.phase is None and len(system.got("gate", Closed)) == 1
+
+
+def test_what_nobody_claims_after_a_restart_is_placed_again() -> None:
+    system = restarted(full_system(), {"w1": "first"})
+    resubmit(system)
+    system.joins("w2b", "second")
+    system.passes(4)
+    assert not system.got("w2b", Place), "its worker may still come"
+    system.passes(2)
+    system.answers("gate", position=7)
+    (place,) = system.got("w2b", Place)
+    assert place.attempt == 4 and [link.incarnation for link in place.sources] == ["w1"]
+    assert [frame.link.incarnation for frame in system.got("w1", Relink)] == ["w2b"]
+    assert system.phase is Phase.RUNNING
+
+
+def test_what_nobody_owns_after_a_restart_is_closed() -> None:
+    system = restarted(full_system(), {"w1": "first"})
+    system.passes(4)
+    assert not system.got("w1", Close)
+    system.passes(2)
+    assert system.got("w1", Close)
+
+
+def test_a_cancel_that_the_old_scheduler_never_read_is_not_lost() -> None:
+    system = restarted(full_system(), {"w1": "first"})
+    system.joins("gate")
+    system.says("gate", Cancel(REQUEST))
+    assert system.got("w1", Close) and system.got("gate", Closed)
 
 
 def test_a_restarted_worker_is_used_without_restarting_anything_else() -> None:
@@ -237,7 +455,7 @@ def test_silence_is_death_and_the_dead_is_fenced() -> None:
         for peer in ("gate", "w1"):
             system.says(peer, Beat())
         system.take(system.machine.tick(system.now))
-    assert system.got("gate", Failed)[0].code == "stage_lost"
+    assert system.phase is Phase.RECOVERING
     system.says("w2", Beat())
     assert isinstance(system.mail["w2"][-1], Fenced)
     system.joins("w2", "second")
@@ -262,8 +480,8 @@ def test_busy_without_progress_is_hung() -> None:
             system.says(peer, Beat())
         system.says("w1", Beat(busy=True, steps=min(step, 4)))
         system.take(system.machine.tick(system.now))
-    (failed,) = system.got("gate", Failed)
-    assert failed.stage == "first" and "hung" in failed.message
+    assert system.phase is Phase.RECOVERING
+    assert isinstance(system.mail["w1"][-1], Fenced) and "hung" in system.mail["w1"][-1].reason
 
 
 def test_wrong_digest_version_and_stage_are_refused_with_the_reason() -> None:
@@ -275,16 +493,6 @@ def test_wrong_digest_version_and_stage_are_refused_with_the_reason() -> None:
             setattr(hello, key, value)
         (send,) = system.says("w9", hello)
         assert isinstance(send.frame, Refused) and word in send.frame.reason
-
-
-def test_a_new_scheduler_closes_what_nobody_owns() -> None:
-    system = System()
-    hello = Hello(PROTOCOL_VERSION, "worker", "w1", "w1", stage="first", slots=1)
-    hello.digest = system.pipeline.stages["first"].digest("first")
-    hello.holding = [Holding("x" * 32, "first", 1)]
-    welcome, close = system.says("w1", hello)
-    assert isinstance(welcome.frame, Welcome)
-    assert isinstance(close.frame, Close) and close.frame.request_id == "x" * 32
 
 
 def test_goodbye_of_an_idle_worker_is_no_death() -> None:
@@ -306,25 +514,27 @@ STEPS = {
     "done": lambda system: system.says("gate", Done(REQUEST)),
     "cancel": lambda system: system.says("gate", Cancel(REQUEST, "gone")),
     "fail w1": lambda system: system.says("w1", Failed(REQUEST, "bad", "bad", "first", attempt=1)),
-    "fail w2": lambda system: system.says("w2", Failed(REQUEST, "bad", "bad", "second", attempt=1)),
-    "closed w1": lambda system: system.says("w1", Closed(REQUEST)),
     "closed w2": lambda system: system.says("w2", Closed(REQUEST)),
     "death w1": lambda system: system.dies("w1"),
     "death w2": lambda system: system.dies("w2"),
     "death gate": lambda system: system.dies("gate"),
+    "w1 again": lambda system: system.joins("w1b", "first"),
+    "w2 again": lambda system: system.joins("w2b", "second"),
+    "held w2": lambda system: system.answers("w2", 2),
+    "held gate": lambda system: system.answers("gate", 3),
     "time": lambda system: system.passes(61),
 }
-ANSWERS = (Close, Closed, Failed, Rejected)
 
 
 def interleavings() -> Iterator[tuple[str, ...]]:
-    """Every order of up to five different events, once with the submission first and once with it anywhere."""
+    """Every order of up to four different events after the submission, and the submission anywhere among three."""
     others = [name for name in STEPS if name != "submit"]
     for length in range(5):
         for order in itertools.permutations(others, length):
             yield ("submit", *order)
-            if order:
-                yield (order[0], "submit", *order[1:])
+            if 0 < length < 4:
+                for place in range(1, length + 1):
+                    yield (*order[:place], "submit", *order[place:])
 
 
 def test_every_interleaving_ends_with_one_answer_and_nothing_left(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,14 +547,13 @@ def test_every_interleaving_ends_with_one_answer_and_nothing_left(caplog: pytest
             STEPS[name](system)
         # Whatever happened, the workers that live close what they were told to, and the gateway's time runs out.
         system.passes(75)
-        for worker in ("w1", "w2"):
+        for worker in ("w1", "w2", "w1b", "w2b"):
             for frame in system.got(worker, Close):
                 system.says(worker, Closed(frame.request_id))
         assert not system.machine.requests, (order, system.machine.requests)
-        assert not system.machine.queue, order
+        assert not system.machine.queue and not system.machine.recovering, order
         assert all(not peer.placed for peer in system.machine.fleet.peers.values()), order
-        gate = system.mail["gate"]
-        terminal = [frame for frame in gate if isinstance(frame, Failed | Rejected | Closed)]
+        terminal = [frame for frame in system.mail["gate"] if isinstance(frame, Failed | Rejected | Closed)]
         if "death gate" not in order:
             kinds = [type(frame) for frame in terminal if frame.request_id == REQUEST]
             assert kinds.count(Failed) + kinds.count(Rejected) <= 1, (order, kinds)
