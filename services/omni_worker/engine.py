@@ -97,6 +97,8 @@ class Engine(Protocol):
 
     #: True when another `step` would do work without further input.
     busy: bool
+    #: Threads of the engine's own compute: `step` has nothing to do until they `wake`, but the engine is not idle.
+    in_flight: bool
     #: How a job goes on after the death of the process that ran it. True: `add` gets what was decided (`job.resume`),
     #: and the job's outputs begin after it. False: the job is computed again from its input, which gives the same
     #: output at the same positions; what the consumers have is not sent again.

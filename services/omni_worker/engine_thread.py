@@ -129,7 +129,7 @@ class EngineThread:
     @property
     def busy(self) -> bool:
         """Work is due: what makes a still step counter suspicious."""
-        return self._engine.busy and not self._open.keys() <= self.blocked
+        return (self._engine.busy or self._engine.in_flight) and not self._open.keys() <= self.blocked
 
     def start(self, context: LoadContext) -> None:
         # A daemon: a hung engine must not keep a process alive that was told to end.

@@ -47,6 +47,8 @@ class _FakeJob:
 class FakeEngine:
     """See the module's docstring."""
 
+    in_flight = False
+
     def load(self, context: LoadContext) -> None:
         options = context.options
         self._mode = context.model or "identity"

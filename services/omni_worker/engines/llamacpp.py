@@ -107,10 +107,12 @@ class Llamacpp:
     Of `Sampling`, repetition_penalty counts prompt and answer, and the other two penalties, without it, the answer
     only; with it, llama.cpp has one window for all three. Filters work after the temperature, as in vLLM.
 
-    To go on after a restart the engine needs what it does not get yet: the ids already emitted. Appended to the
-    rendered prompt they give the state of an undisturbed run, and with one thread its next tokens, at any temperature;
-    `TokenText` must be fed with them again, to know what of the text was held back.
+    After a death the ids that were emitted, appended to the rendered prompt, give the state of an undisturbed run, and
+    with one thread its next tokens, at any temperature. `TokenText` is fed with them again, to know what of the text was
+    held back.
     """
+
+    resumes = True
 
     def __init__(self) -> None:
         self._server: LlamaServer | None = None
@@ -128,6 +130,10 @@ class Llamacpp:
     def busy(self) -> bool:
         """False while calls are under way: they wake the worker when they are back."""
         return bool(self._done or self._failures)
+
+    @property
+    def in_flight(self) -> bool:
+        return any(slot.taken for slot in self._slots)
 
     def load(self, context: LoadContext) -> None:
         """Raises OmniError: `model_missing` when the prepared file is not there, `load_failed` when it is of no use."""
@@ -236,8 +242,19 @@ class Llamacpp:
                 "messages",
                 code="context_length_exceeded",
             )
-        generation.ids, generation.prompt_tokens, generation.sent = ids, len(ids), len(ids)
+        generation.ids, generation.prompt_tokens = ids, len(ids)
+        self._replay(generation)
+        generation.sent = len(generation.ids)
         self._queue.append(generation)
+
+    def _replay(self, generation: _Generation) -> None:
+        """Put the tokens back that a former self of this stage decided; their text is out already."""
+        assert self._server is not None
+        for decision in generation.job.resume:
+            for token in decision.body.ids if isinstance(decision.body, Text) else []:
+                may_stop = generation.answered >= generation.params.min_tokens
+                generation.ids.append(token)
+                generation.text.push(token, self._server.text([token]), may_stop=may_stop)
 
     def _fail(self, generation: _Generation, error: BaseException) -> None:
         name = generation.job.request_id

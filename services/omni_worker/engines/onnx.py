@@ -45,7 +45,13 @@ class Model(Protocol):
 
 
 class Onnx:
-    """Runs the jobs of one model in turn. See `omni_worker.engine.Engine` for the contract."""
+    """Runs the jobs of one model in turn. See `omni_worker.engine.Engine` for the contract.
+
+    What a model computes depends on its input and the seed alone, so after a death it is computed again.
+    """
+
+    in_flight = False
+    resumes = False
 
     def __init__(self) -> None:
         self.busy = False

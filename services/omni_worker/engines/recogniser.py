@@ -96,6 +96,10 @@ class Recogniser:
     the job's seed.
     """
 
+    in_flight = False
+    #: Windows are cut by the samples alone, so after a death the same ones are decoded again.
+    resumes = False
+
     def __init__(self) -> None:
         self.busy = False
         self._jobs: dict[str, _Listening] = {}

@@ -28,6 +28,9 @@ from omni_worker.engine_thread import (
 class HandEngine:
     """Emits what the test puts into `ready`; records what it was told."""
 
+    in_flight = False
+    resumes = False
+
     def __init__(self) -> None:
         self.ready: list[Output | Failure] = []
         self.told: list[tuple[str, str]] = []
@@ -81,7 +84,11 @@ class Bench:
         self.results: list[Result] = []
         self.room = 1000
         self.too_large = False
-        self.thread = EngineThread(self.engine, self.publish, self.results.extend)
+        self.starved = 0
+        self.thread = EngineThread(self.engine, self.publish, self.results.extend, self.starve)
+
+    def starve(self) -> None:
+        self.starved += 1
 
     def publish(self, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
         if arrays and self.too_large:
@@ -150,7 +157,7 @@ async def test_a_full_arena_delays_only_its_request_and_keeps_the_order(bench: B
     assert bench.of(Published)[0].output.request_id == "q"
     bench.emit(Output("r", 2, 3), Output("q", 1, 2, last=True))
     await until(lambda: len(bench.of(Published)) == 2)
-    assert "r" in bench.engine.seen_blocked
+    assert "r" in bench.engine.seen_blocked and bench.starved
     bench.room = 10
     bench.thread.wake()
     await until(lambda: len(bench.of(Published)) == 5)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_common.errors import OmniError
-from omni_common.frames import CLIENT, AudioPart, Body, Message, Prompt, Segment, Text, TextPart, Transcript
+from omni_common.frames import CLIENT, AudioPart, Body, Decision, Message, Prompt, Segment, Text, TextPart, Transcript
 from omni_common.params import Recognition, Sampling
 from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.llamacpp import PREFILL, Llamacpp, common, content, sampling, token_seed
@@ -134,9 +134,16 @@ class Rig:
         self.failures: dict[str, Failure] = {}
         self.blocked: set[str] = set()
 
-    def add(self, name: str, params: Any = None, sources: tuple[str, ...] = (CLIENT,), seed: int = 0) -> None:
+    def add(
+        self,
+        name: str,
+        params: Any = None,
+        sources: tuple[str, ...] = (CLIENT,),
+        seed: int = 0,
+        resume: tuple[Decision, ...] = (),
+    ) -> None:
         self.out[name] = []
-        self.engine.add(Job(name, seed, params or Sampling(max_tokens=24), sources, (CLIENT,)))
+        self.engine.add(Job(name, seed, params or Sampling(max_tokens=24), sources, (CLIENT,), resume=resume))
 
     def push(self, name: str, body: Body | None, source: str = CLIENT, *, last: bool = True) -> None:
         self.engine.push(name, Piece(source, 0, 1, last, body))
@@ -367,6 +374,31 @@ def test_the_context_ends_an_answer(rig: Rig) -> None:
     answer = rig.answer("a")
     assert answer.finish == "length" and answer.prompt_tokens + len(answer.ids) == CONTEXT
     assert 0 < len(answer.ids) < 40
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize(
+    "params",
+    [
+        Sampling(max_tokens=24),
+        Sampling(max_tokens=24, temperature=1.0, seed=3),
+        Sampling(max_tokens=24, stop=[" and", "e s"]),
+        Sampling(max_tokens=24, repetition_penalty=1.2, min_tokens=10),
+    ],
+)
+@pytest.mark.parametrize("survived", [1, 5, 11])
+def test_another_process_goes_on_as_an_undisturbed_one(rig: Rig, params: Sampling, survived: int) -> None:
+    question = "Tell me about the sea \N{FOX FACE}."
+    whole = rig.solo(question, params, seed=7)
+    decisions = [Decision(out.start, out.end, out.last, out.body) for out in rig.out["solo"]]
+    kept = tuple(decision for decision in decisions[:survived] if not decision.last)
+    rig.ask("again", question, params, seed=7, resume=kept)
+    rig.run(rig.finished("again"))
+    bodies = [decision.body for decision in kept] + [out.body for out in rig.out["again"]]
+    assert "".join(body.text for body in bodies) == whole.text
+    assert [token for body in bodies for token in body.ids] == whole.ids
+    assert rig.out["again"][0].start == kept[-1].end
+    assert bodies[-1].finish == whole.finish and bodies[-1].prompt_tokens == whole.prompt_tokens
 
 
 @pytest.mark.embedded
