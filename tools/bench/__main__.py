@@ -3,23 +3,23 @@
 import argparse
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import uvloop
-
-from omni_common.errors import OmniError
 from tools.bench import embedded, hop, identity, latency, stream
 from tools.bench.report import Effort, Result, machine, table, to_json
 
-BENCHMARKS: dict[str, Callable[[Effort], Awaitable[Result]]] = {
+from omni_common.errors import OmniError
+
+BENCHMARKS: dict[str, Callable[[Effort], Coroutine[None, None, Result]]] = {
     "hop": hop.measure,
     "stream": stream.measure,
     "latency": latency.measure,
     "identity": identity.measure,
     "embedded": embedded.measure,
 }
-QUICK = Effort(rounds=2, scale=0.02)
+QUICK = Effort(rounds=1, scale=0.02)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What `stream` is measured against: an aiohttp handler that streams recorded events, one write and one turn each.
 
-`python -m tools.bench.bare_server PORT FILE`
+`python -m tools.bench.bare_server PORT FILE PACE_S`
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import uvloop
 from aiohttp import web
 
 
-async def serve(port: int, recorded: bytes) -> None:
+async def serve(port: int, recorded: bytes, pace_s: float) -> None:
     events = [event + b"\n\n" for event in recorded.split(b"\n\n") if event]
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -21,7 +21,7 @@ async def serve(port: int, recorded: bytes) -> None:
         for event in events:
             await response.write(event)
             # As with tokens: the next event of this stream comes after those of the others.
-            await asyncio.sleep(0)
+            await asyncio.sleep(pace_s)
         await response.write_eof()
         return response
 
@@ -38,4 +38,4 @@ async def serve(port: int, recorded: bytes) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), Path(sys.argv[2]).read_bytes()))
+    uvloop.run(serve(int(sys.argv[1]), Path(sys.argv[2]).read_bytes(), float(sys.argv[3])))

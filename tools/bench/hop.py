@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tools.bench.hop_consumer import BACK, REQUEST, THERE, link
+from tools.bench.processes import helper
+from tools.bench.report import Effort, Goal, Result, about, ratios
+from tools.bench.segments import Segments
 
 from omni_common import wire
 from omni_common.frames import ArenaTensor, Chunk, Text
@@ -21,19 +25,16 @@ from omni_common.ids import new_incarnation, new_request_id
 from omni_common.node import Delivery, Node
 from omni_common.run_dir import RunDir
 from omni_common.sockets import new_context
-from tools.bench.hop_consumer import BACK, REQUEST, THERE, link
-from tools.bench.processes import helper
-from tools.bench.report import Effort, Goal, Result, about, ratios
-from tools.bench.segments import Segments, use
 
 SIZES = {"4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 #: By size: DESIGN.md section 10.
 OVER_SEGMENT = {"4 MiB": Goal(">=", 8)}
 OVER_BARE = {"4 MiB": Goal("<=", 1.2)}
-#: Hops of a round, and bytes after which fewer are enough.
-TIMES = 200
-BYTES = 800 << 20
-WARM_UP = 10
+#: The sides take turns after so many hops, or so many bytes, so often within a round.
+TIMES = 40
+BYTES = 160 << 20
+TURNS = 5
+WARM_UP = 5
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -137,7 +138,7 @@ async def _compare(effort: Effort, bus: Bus, segments: Segments, control_bytes: 
         "bare: one memcpy into warm memory, one blocking ZeroMQ round trip of a frame as long as a chunk "
         f"({control_bytes} bytes), and the read",
         "up to 16 KiB travel inside the frame over the bus, more through the arena",
-        f"each value: the median of up to {effort.times(TIMES)} hops; the sides take turns within a round",
+        f"each round: the median of up to {TURNS * effort.times(TIMES)} hops; the sides take turns within it",
     ]
     return result
 
@@ -146,24 +147,19 @@ async def _rounds(
     effort: Effort, bus: Bus, segments: Segments, tensor: Floats, read: bool, control_bytes: int
 ) -> dict[str, list[float]]:
     """Median seconds of one hop, by way and round."""
-    warm = np.empty_like(tensor)
-
-    def bare() -> None:
-        np.copyto(warm, tensor)
-        segments.control(control_bytes)
-        use(warm, read)
-
     blocking: dict[str, Callable[[], None]] = {
         "segment": lambda: segments.segment(tensor, read),
         "inline": lambda: segments.inline(tensor, read),
-        "bare": bare,
+        "bare": lambda: segments.warm(tensor, read, control_bytes),
     }
     sides: dict[str, list[float]] = {way: [] for way in ("bus", *blocking)}
     times = effort.times(min(TIMES, BYTES // tensor.nbytes))
     for _ in range(effort.rounds):
-        hops = [await bus.hop(tensor, read) for _ in range(WARM_UP + times)]
-        sides["bus"].append(statistics.median(hops[WARM_UP:]))
-        for way, act in blocking.items():
-            hops = [seconds(act) for _ in range(WARM_UP + times)]
-            sides[way].append(statistics.median(hops[WARM_UP:]))
+        hops: dict[str, list[float]] = {way: [] for way in sides}
+        for _ in range(TURNS):
+            hops["bus"] += [await bus.hop(tensor, read) for _ in range(WARM_UP + times)][WARM_UP:]
+            for way, act in blocking.items():
+                hops[way] += [seconds(act) for _ in range(WARM_UP + times)][WARM_UP:]
+        for way, took in hops.items():
+            sides[way].append(statistics.median(took))
     return sides

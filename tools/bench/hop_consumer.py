@@ -7,13 +7,13 @@ import asyncio
 import sys
 
 import uvloop
+from tools.bench.segments import use
 
 from omni_common.frames import Link
 from omni_common.node import Delivery, Node
 from omni_common.run_dir import RunDir
 from omni_common.sockets import new_context
 from omni_common.tensors import INLINE_BYTES
-from tools.bench.segments import use
 
 REQUEST = "hop"
 THERE, BACK = "producer>consumer", "consumer>producer"

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from tools.bench.processes import Instance, instance
+from tools.bench.report import Effort, Goal, Result, about
 
 from omni_common.frames import Text
 from omni_gateway.stream import Arrays, Ask, Given
-from tools.bench.processes import Instance, instance
-from tools.bench.report import Effort, Goal, Result, about
 
 #: Requests of a round: one after another, and 150 at a time.
 ALONE = 200
@@ -56,7 +56,9 @@ async def measure(effort: Effort) -> Result:
             result.add(f"{payload.name}, 1 at a time: p50", "ms", alone, payload.goal_ms)
             result.add(f"{payload.name}, {CONCURRENT} at a time", "req/s", together, payload.goal_rate)
             result.add(f"{payload.name}: SGLang-Omni's p50 / ours", "x", [payload.peer_ms / value for value in alone])
-            result.add(f"{payload.name}: our req/s / SGLang-Omni's", "x", [value / payload.peer_rate for value in together])
+            result.add(
+                f"{payload.name}: our req/s / SGLang-Omni's", "x", [value / payload.peer_rate for value in together]
+            )
     result.notes = [
         "SGLang-Omni's figures (p50 4.5, 4.7, 17.6 ms; 300, 275, 70 req/s) are constants measured earlier on a machine "
         "of this kind, not in this run"

@@ -9,28 +9,33 @@ import statistics
 import tempfile
 import time
 
-from omni_common import wire
-from omni_common.frames import Chunk, Text
-from omni_common.ids import new_incarnation, new_request_id
-from omni_common.sockets import new_context
-from omni_gateway.stream import Ask, Given
 from tools.bench.paced_stage import GAP_S
 from tools.bench.processes import Instance, helper, instance
 from tools.bench.report import Effort, Goal, Result, about, ratios
 from tools.bench.segments import Segments
 
-TOKENS = 300
-WARM_UP = 10
+from omni_common import wire
+from omni_common.frames import Chunk, Text
+from omni_common.ids import new_incarnation, new_request_id
+from omni_common.sockets import new_context
+from omni_gateway.stream import Ask, Given
+
+#: The sides take turns after so many tokens, so often within a round: a busy machine then slows both alike.
+TOKENS = 50
+TURNS = 6
+WARM_UP = 5
 GOAL = Goal("<=", 2.5)
 
 
 async def measure(effort: Effort) -> Result:
     result = Result(about(__doc__))
     tokens = effort.times(TOKENS)
-    chunk = wire.encode(Chunk(new_request_id(), "thinker>client", new_incarnation(), 1, 100, 100, 101, body=Text("1" * 15)))
+    chunk = wire.encode(
+        Chunk(new_request_id(), "thinker>client", new_incarnation(), 1, 100, 100, 101, body=Text("1" * 15))
+    )
     bus: list[list[float]] = []
     trips: list[list[float]] = []
-    async with instance("tokens", "tools.bench.paced_stage") as running:
+    async with instance("tokens", worker_module="tools.bench.paced_stage") as running:
         with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
             context = new_context()
             address = f"ipc://{folder}/pair"
@@ -38,8 +43,11 @@ async def measure(effort: Effort) -> Result:
             try:
                 with helper("tools.bench.segments", address):
                     for _ in range(effort.rounds):
-                        bus.append((await _stream(running, WARM_UP + tokens))[WARM_UP:])
-                        trips.append(_round_trips(peer, len(chunk), WARM_UP + tokens)[WARM_UP:])
+                        bus.append([])
+                        trips.append([])
+                        for _ in range(TURNS):
+                            bus[-1] += (await _stream(running, WARM_UP + tokens))[WARM_UP:]
+                            trips[-1] += _round_trips(peer, len(chunk), WARM_UP + tokens)[WARM_UP:]
             finally:
                 peer.close()
                 context.term()
@@ -50,7 +58,7 @@ async def measure(effort: Effort) -> Result:
     result.add("blocking ZeroMQ, half a round trip", "us", [value * 1e6 for value in halves])
     result.add("bus / half a blocking round trip", "x", ratios(medians, halves), GOAL)
     result.add("bus / blocking round trip", "x", [ratio / 2 for ratio in ratios(medians, halves)])
-    result.notes = [f"{tokens} tokens a round, one every {GAP_S * 1e3:g} ms; a frame has {len(chunk)} bytes"]
+    result.notes = [f"{TURNS * tokens} tokens a round, one every {GAP_S * 1e3:g} ms; a frame has {len(chunk)} bytes"]
     return result
 
 

@@ -22,15 +22,12 @@ class Pacer:
     """`max_tokens` tokens, one a step, each the time at which it left the engine (`time.monotonic_ns`)."""
 
     def __init__(self) -> None:
+        self.busy = False
         self._written: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
 
     def load(self, context: LoadContext) -> None:
         pass
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._written)
 
     def add(self, job: Job) -> None:
         assert isinstance(job.params, Sampling)
@@ -38,10 +35,12 @@ class Pacer:
 
     def push(self, request_id: str, piece: Piece) -> None:
         self._written[request_id] = 0
+        self.busy = True
 
     def cancel(self, request_id: str) -> None:
         self._written.pop(request_id, None)
         self._wanted.pop(request_id, None)
+        self.busy = bool(self._written)
 
     def step(self, blocked: Set[str]) -> list[Output | Failure]:
         able = [request_id for request_id in self._written if request_id not in blocked]

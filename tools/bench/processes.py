@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from omni_common.errors import OmniError
-from omni_common.pipeline import Pipeline
 from omni_common.pipeline_file import load_pipelines
 from omni_common.run_dir import RunDir
 from omni_common.service import Stop
@@ -64,10 +62,11 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 class Instance:
     """A scheduler, the workers that `worker` starts, and this process as a gateway without HTTP."""
 
-    def __init__(self, folder: Path, pipeline: Path) -> None:
+    def __init__(self, folder: Path, pipeline: Path, overrides: Sequence[str]) -> None:
         self.run = RunDir(folder)
-        self._file = pipeline
-        (self.pipeline,) = load_pipelines([str(pipeline)]).values()
+        (self.pipeline,) = load_pipelines([str(pipeline)], list(overrides)).values()
+        self._flags = ["--run-dir", str(folder), "--pipelines", str(pipeline), "--log-level", "warning"]
+        self._flags += [f"--set={override}" for override in overrides]
         self.link = Link(self.run, "bench", {self.pipeline.name: self.pipeline}, 512, Stop())
         self._workers: list[subprocess.Popen[bytes]] = []
         self._others: list[subprocess.Popen[bytes]] = []
@@ -90,28 +89,30 @@ class Instance:
         fleet = self.link.fleet
         return fleet is not None and len(fleet.stages) > 0 and all(status.ready for status in fleet.stages)
 
+    def _running(self) -> int:
+        return self.link.fleet.running if self.link.fleet else 0
+
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        common = ["--run-dir", str(self.run.path), "--pipelines", str(self._file), "--log-level", "warning"]
-        return subprocess.Popen(command(module, [*common, *arguments]))
+        return subprocess.Popen(command(module, [*self._flags, *arguments]))
 
     async def close(self) -> None:
+        # What ended a moment ago is not closed everywhere yet.
+        await until(lambda: not self._running(), "requests still run", END_S)
         await self.link.close()
         await asyncio.to_thread(end, self._workers)
         await asyncio.to_thread(end, self._others)
 
 
 @contextlib.asynccontextmanager
-async def instance(pipeline: str, worker_module: str = "omni_worker.main") -> AsyncIterator[Instance]:
-    """An instance of `pipelines/<pipeline>.yaml`, every stage ready."""
+async def instance(pipeline: str, *overrides: str, worker_module: str = "omni_worker.main") -> AsyncIterator[Instance]:
+    """An instance of `pipelines/<pipeline>.yaml`, every stage ready; `overrides` as of `--set`."""
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
-        running = Instance(Path(folder), PIPELINES / f"{pipeline}.yaml")
+        running = Instance(Path(folder), PIPELINES / f"{pipeline}.yaml", overrides)
         try:
             await running.start(worker_module)
             yield running
         finally:
             await running.close()
-
-
 
 
 def answers(url: str) -> bool:
@@ -135,5 +136,3 @@ def cpu_s(pid: int) -> float:
     Its clock's number is made as in linux/posix-timers.h: the inverted pid, and 2 for the scheduler's own count.
     """
     return time.clock_gettime((~pid << 3) | 2)
-
-

@@ -132,9 +132,13 @@ def table(name: str, result: Result) -> str:
         for figure in result.figures
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join([result.about, "", *lines, *(["", *(f"- {note}" for note in result.notes)] if result.notes else [])])
+    return "\n".join(
+        [result.about, "", *lines, *(["", *(f"- {note}" for note in result.notes)] if result.notes else [])]
+    )
 
 
 def to_json(facts: dict[str, Any], results: dict[str, Result]) -> bytes:

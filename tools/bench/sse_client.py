@@ -1,6 +1,6 @@
 """The load of `stream`: many event streams at a time, read by one thread on raw sockets; only the standard library.
 
-`python -m tools.bench.sse_client PORT STREAMS PATH BODY` prints one line of JSON: events, bytes, elapsed and CPU seconds.
+`python -m tools.bench.sse_client PORT STREAMS PATH BODY` prints a line of JSON: events, bytes, elapsed and CPU seconds.
 """
 
 import json

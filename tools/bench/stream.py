@@ -1,7 +1,8 @@
 """`stream`: streamed text through gateway, scheduler and a stub stage, over real HTTP and real processes.
 
 One server-sent event a token, 32 streams at a time. Against it: a bare aiohttp handler that streams the same bytes, as
-many events, on the same loop (uvloop).
+many events, on the same loop (uvloop). Once as fast as it goes, where events of a stream may pile up and then leave in
+one write; once at the pace of a model, where each leaves alone.
 """
 
 import asyncio
@@ -16,7 +17,10 @@ from tools.bench.processes import answers, command, cpu_s, free_port, helper, in
 from tools.bench.report import Effort, Goal, Result, about, ratios
 
 STREAMS = 32
-TOKENS = 3000
+TOKENS = 1500
+PACED_TOKENS = 100
+#: Seconds between two tokens of a stream.
+PACE_S = 0.01
 RATE_GOAL = Goal(">=", 0.5)
 CPU_GOAL = Goal("<=", 1.7)
 CHAT = "/v1/chat/completions"
@@ -53,25 +57,58 @@ class Side:
         self.server_share.append(used / found["elapsed_s"])
         self.client_share.append(found["cpu_s"] / found["elapsed_s"])
 
+    def forget_first(self) -> None:
+        """The first round warms up."""
+        for values in (self.rate, self.cpu, self.server_share, self.client_share):
+            del values[0]
+
 
 async def measure(effort: Effort) -> Result:
-    tokens = effort.times(TOKENS)
+    result = Result(about(__doc__))
+    tokens, paced_tokens = effort.times(TOKENS), effort.times(PACED_TOKENS)
+    fast, bare, recorded = await _sides(effort.rounds, tokens, 0.0)
+    paced, paced_bare, _ = await _sides(effort.rounds, paced_tokens, PACE_S)
+    result.add("Omnibus: events", "1/s", fast.rate)
+    result.add("bare: events", "1/s", bare.rate)
+    result.add("events a second, Omnibus / bare", "x", ratios(fast.rate, bare.rate), RATE_GOAL)
+    for name, side in (("gateway", fast), ("bare", bare), ("paced, gateway", paced), ("paced, bare", paced_bare)):
+        result.add(f"{name}: CPU an event", "us", [value * 1e6 for value in side.cpu])
+    result.add("gateway's CPU an event, Omnibus / bare", "x", ratios(fast.cpu, bare.cpu), CPU_GOAL)
+    result.add("paced: gateway's CPU an event, Omnibus / bare", "x", ratios(paced.cpu, paced_bare.cpu), CPU_GOAL)
+    for name, side in (("Omnibus", fast), ("bare", bare)):
+        result.add(f"{name}: core used by the server", "x", side.server_share)
+        result.add(f"{name}: core used by the client", "x", side.client_share)
+    result.notes = [
+        f"{STREAMS} streams of {tokens} tokens a round, paced: {paced_tokens}, one every {PACE_S * 1e3:g} ms; "
+        f"{len(recorded) / (tokens + EXTRA_EVENTS):.0f} bytes an event; each event was counted",
+        "the time runs from the first connection to the end of the last stream, so admission and placement are in it",
+        "the bare handler writes event by event, and gives the loop a turn after each",
+        "the client is a process of its own on raw sockets; its share of a core tells that it is no bottleneck "
+        "(gateway, scheduler, stage and client share the machine's cores)",
+    ]
+    return result
+
+
+async def _sides(rounds: int, tokens: int, pace_s: float) -> tuple[Side, Side, bytes]:
+    """Omnibus, the bare handler, and the bytes of a stream; the sides take turns."""
     body = json.dumps(
         {"messages": [{"role": "user", "content": "go"}], "stream": True, "max_tokens": tokens, "temperature": 0}
     )
-    async with instance("tokens") as running:
+    async with instance("tokens", f"stages.thinker.options.step_s={pace_s}") as running:
         pid, port = await running.gateway()
         recorded = await asyncio.to_thread(_record, port, body)
         with tempfile.NamedTemporaryFile(prefix="omni-bench-") as file:
             Path(file.name).write_bytes(recorded)
             bare_port = free_port()
-            with helper("tools.bench.bare_server", str(bare_port), file.name) as server:
+            with helper("tools.bench.bare_server", str(bare_port), file.name, str(pace_s)) as server:
                 await until(lambda: answers(f"http://127.0.0.1:{bare_port}/"), "the bare server is not there")
                 omnibus, bare = Side(pid, port, CHAT), Side(server.pid, bare_port, "/stream")
                 events = STREAMS * (tokens + EXTRA_EVENTS)
-                for side in [omnibus, bare] * (1 + effort.rounds):
+                for side in [omnibus, bare] * (1 + rounds):
                     await side.round(body, events)
-    return _result(omnibus, bare, tokens, recorded)
+    omnibus.forget_first()
+    bare.forget_first()
+    return omnibus, bare, recorded
 
 
 def _record(port: int, body: str) -> bytes:
@@ -87,24 +124,3 @@ def _record(port: int, body: str) -> bytes:
     assert tokens == [f"{' ' if index else ''}w{index}" for index in range(len(tokens))]
     assert len(tokens) == json.loads(body)["max_tokens"]
     return recorded
-
-
-def _result(omnibus: Side, bare: Side, tokens: int, recorded: bytes) -> Result:
-    result = Result(about(__doc__))
-    for name, side in (("Omnibus", omnibus), ("bare aiohttp", bare)):
-        # The first round warms up.
-        result.add(f"{name}: events", "1/s", side.rate[1:])
-        result.add(f"{name}: server's CPU an event", "us", [value * 1e6 for value in side.cpu[1:]])
-    result.add("events a second, Omnibus / bare", "x", ratios(omnibus.rate[1:], bare.rate[1:]), RATE_GOAL)
-    result.add("gateway's CPU an event, Omnibus / bare", "x", ratios(omnibus.cpu[1:], bare.cpu[1:]), CPU_GOAL)
-    for name, side in (("Omnibus", omnibus), ("bare aiohttp", bare)):
-        result.add(f"{name}: core used by the server", "x", side.server_share[1:])
-        result.add(f"{name}: core used by the client", "x", side.client_share[1:])
-    result.notes = [
-        f"{STREAMS} streams of {tokens} tokens a round, {len(recorded) / (tokens + EXTRA_EVENTS):.0f} bytes an event; "
-        "each event was counted",
-        "the time runs from the first connection to the end of the last stream, so admission and placement are in it",
-        "the client is a process of its own on raw sockets; it is no bottleneck as long as its share of a core is "
-        "below 1 and it has a core (gateway, scheduler, stage and client share the machine's cores)",
-    ]
-    return result

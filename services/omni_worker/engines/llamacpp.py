@@ -117,6 +117,7 @@ class Llamacpp:
     def __init__(self) -> None:
         self._server: LlamaServer | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._slots: list[_Slot] = []
         self._jobs: dict[str, _Generation] = {}
         #: Complete prompts without a slot; prompts that wait for words and can be computed up to there. In order.
         self._queue: deque[_Generation] = deque()

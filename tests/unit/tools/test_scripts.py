@@ -13,7 +13,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
 PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(9, 16)))
-LOCKS = {name: (ROOT / name).read_text() for name in ("requirements.lock", "requirements-test.lock")}
+LOCKS = {
+    name: (ROOT / name).read_text()
+    for name in ("requirements.lock", "requirements-test.lock", "requirements-openai2.lock")
+}
 
 
 class Checkout:
@@ -89,15 +92,16 @@ def test_installing_again_does_nothing_until_a_lock_changes(checkout: Checkout) 
     assert checkout.run("tools/install", "test")[0] == 0
     assert checkout.asked("-m venv") == 1
     assert checkout.asked("--require-hashes -r requirements-test.lock") == 1
+    assert checkout.asked("--target .venv/openai2 --require-hashes -r requirements-openai2.lock") == 1
     for kind in ("run", "test"):
         assert checkout.run("tools/install", kind) == (0, "", "")
-    assert checkout.asked("--require-hashes") == 1
+    assert checkout.asked("--require-hashes") == 2
     with (checkout.path / "requirements.lock").open("a") as file:
         file.write("# changed\n")
     assert checkout.run("tools/install")[0] == 0
-    assert checkout.asked("--require-hashes") == 2
-    assert checkout.run("tools/install", "test")[0] == 0
     assert checkout.asked("--require-hashes") == 3
+    assert checkout.run("tools/install", "test")[0] == 0
+    assert checkout.asked("--require-hashes") == 5
     assert checkout.asked("-m venv") == 1
 
 
@@ -142,7 +146,7 @@ def pins(lock: str) -> dict[str, str]:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_every_pin_has_hashes_and_no_place(lock: str) -> None:
     entries = re.split(r"\n(?=[a-z0-9])", LOCKS[lock])[1:]
-    assert len(entries) >= len(pins(lock)) > 30
+    assert len(entries) >= len(pins(lock)) > 10
     assert all("--hash=sha256:" in entry for entry in entries)
     assert "://" not in LOCKS[lock]
     assert "--index" not in LOCKS[lock]
