@@ -2,8 +2,8 @@
 
 Credit is counted in chunks and bytes and granted cumulatively, so a lost or doubled `grant` does no harm. The producer
 sends nothing before the first grant, which opens the edge at the consumer's position. What was sent is retained until
-the request ends, so that the edge can be opened again: by the same consumer after the producer was placed anew, or by
-another one from the beginning. Counting starts anew with every opening; positions never do.
+the request ends, so that the edge can be opened again: by the same consumer after the producer was placed anew or
+something was lost, or by another one from the beginning. Counting starts anew with every opening; positions never do.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ from omni_common.frames import ArenaTensor, Body, Chunk, Decision, Grant, Link, 
 #: Chunks and bytes that a consumer lets one edge of one request send ahead of it. A token is a chunk, so the window is
 #: what a text stage may be ahead of a slow reader; of tensors, a few chunks fill the bytes first.
 WINDOW_CHUNKS = 256
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 4 << 20
+#: A consumer that has used up so many bytes says so, long before the window ends: arenas wait for it.
+ACKNOWLEDGE_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
@@ -47,8 +49,8 @@ class OutEdge:
     attempt: int
     log: list[Retained] = field(default_factory=list)
     cursor: int = 0
-    #: False from a relink to the grant of the new consumer.
-    opened: bool = False
+    #: 0: not opened (yet, or by a consumer that was placed anew).
+    opening: int = 0
     sent_chunks: int = 0
     sent_bytes: int = 0
     limit_chunks: int = 0
@@ -70,8 +72,10 @@ class OutEdge:
 
         Returns false when the edge opens at a position whose chunks were evicted: it cannot be served.
         """
-        if not self.opened:
-            self.opened = True
+        if grant.opening < self.opening:
+            return True
+        if grant.opening > self.opening:
+            self.opening = grant.opening
             self.sent_chunks = self.sent_bytes = self.limit_chunks = self.limit_bytes = 0
             self.acknowledged = self._opened_at = grant.position
             self.cursor = 0
@@ -85,14 +89,14 @@ class OutEdge:
     def relink(self, link: Link) -> None:
         """The consumer was placed anew; its grant says where it begins."""
         self.link = link
-        self.opened = False
+        self.opening = 0
         self.cursor = 0
         self.limit_chunks = self.limit_bytes = self.sent_chunks = self.sent_bytes = 0
 
     def take(self) -> list[Chunk]:
         """Number and return what may leave now. What the consumer already has is passed over."""
         taken: list[Chunk] = []
-        while self.opened and self.cursor < len(self.log):
+        while self.opening and self.cursor < len(self.log):
             chunk = self.log[self.cursor]
             if self._passed_over(chunk):
                 self.cursor += 1
@@ -106,6 +110,7 @@ class OutEdge:
                     edge=self.link.edge,
                     source=self.source,
                     attempt=self.attempt,
+                    opening=self.opening,
                     seq=self.sent_chunks,
                     start=chunk.start,
                     end=chunk.end,
@@ -121,6 +126,22 @@ class OutEdge:
     def _passed_over(self, chunk: Retained) -> bool:
         """The consumer had all of it when it opened the edge."""
         return chunk.start < self._opened_at and chunk.end <= self._opened_at
+
+    def unacknowledged(self) -> bool:
+        """Something was sent in this opening that the consumer has not acknowledged."""
+        return self.sent_chunks > 0 and (
+            self.log[self.cursor - 1].end > self.acknowledged or self.log[self.cursor - 1].last
+        )
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes offered that the consumer has not acknowledged."""
+        total = 0
+        for chunk in reversed(self.log):
+            if chunk.end <= self.acknowledged:
+                break
+            total += chunk.nbytes
+        return total
 
     def evictable(self) -> list[Retained]:
         """Chunks in the arena that the consumer has received, oldest first: only a replay would want them."""
@@ -147,16 +168,15 @@ class InEdge:
     decisions: list[Decision] = field(default_factory=list)
     #: The producer is declared dead: nothing more is taken from it.
     fenced: bool = False
+    opening: int = 1
     #: Chunks that arrived before and came again, counted.
     duplicates: int = 0
     #: What the consumer has used up since the opening, which is what credit follows.
     used_chunks: int = 0
     used_bytes: int = 0
-    #: Chunks and bytes received before the opening that are not used up yet; they are not this opening's credit.
+    #: Chunks received before the opening that are not used up yet; they are not this opening's credit.
     _before_chunks: int = 0
-    _before_bytes: int = 0
     _received_chunks: int = 0
-    _received_bytes: int = 0
     _granted_chunks: int = 0
     _granted_bytes: int = 0
 
@@ -169,6 +189,7 @@ class InEdge:
             edge=self.link.edge,
             source=self.source,
             attempt=self.attempt,
+            opening=self.opening,
             position=self.position,
             chunks=self._granted_chunks,
             nbytes=self._granted_bytes,
@@ -181,19 +202,27 @@ class InEdge:
         """The producer was placed anew: go on from here. None when everything has arrived already."""
         self.link = link
         self.fenced = False
+        return None if self.ended else self.reopen()
+
+    def reopen(self) -> Grant:
+        """Have everything sent that is not here, counted anew."""
+        self.opening += 1
         self.seq = 0
         self._before_chunks += self._received_chunks - self.used_chunks
-        self._before_bytes += self._received_bytes - self.used_bytes
-        self.used_chunks = self.used_bytes = self._received_chunks = self._received_bytes = 0
-        return None if self.ended else self.open()
+        self.used_chunks = self.used_bytes = self._received_chunks = 0
+        return self.open()
 
-    def accept(self, chunk: Chunk, nbytes: int) -> Verdict:
+    def lacks(self, chunks: int, opening: int) -> bool:
+        """The producer says that it has sent so many chunks; some of them are not here."""
+        return opening == self.opening and not self.ended and not self.fenced and self.seq < chunks
+
+    def accept(self, chunk: Chunk) -> Verdict:
         """Judge a chunk and, when it is new, move on.
 
-        `stale`: another incarnation than the placed one; `gap`: something before it is missing, or it begins in the
-        middle of what was received; `duplicate`: everything in it was received already.
+        `stale`: of another incarnation than the placed one, or of an earlier opening; `gap`: something before it is
+        missing, or it begins in the middle of what was received; `duplicate`: all of it was received already.
         """
-        if self.fenced or chunk.source != self.link.incarnation:
+        if self.fenced or chunk.source != self.link.incarnation or chunk.opening != self.opening:
             return "stale"
         if self.ended or chunk.seq < self.seq:
             self.duplicates += 1
@@ -203,24 +232,23 @@ class InEdge:
         self.seq += 1
         self.position = chunk.end
         self._received_chunks += 1
-        self._received_bytes += nbytes
         self.ended = chunk.last
         self.decisions.append(Decision(chunk.start, chunk.end, chunk.last, chunk.body))
         return "new"
 
     def used(self, nbytes: int) -> Grant | None:
-        """The consumer is done with one chunk. Returns a grant once half a window is used up, none after the end."""
+        """The consumer is done with one chunk. Returns a grant once half a window or much memory is used up, none after
+        the end."""
         if self._before_chunks:
             self._before_chunks -= 1
-            self._before_bytes -= nbytes
             return None
         self.used_chunks += 1
         self.used_bytes += nbytes
         if self.ended or self.fenced:
             return None
-        chunks_left = self._granted_chunks - self.used_chunks
-        bytes_left = self._granted_bytes - self.used_bytes
-        if chunks_left * 2 > self.window_chunks and bytes_left * 2 > self.window_bytes:
+        chunks = self.used_chunks + self.window_chunks - self._granted_chunks
+        nbytes_since = self.used_bytes + self.window_bytes - self._granted_bytes
+        if chunks * 2 < self.window_chunks and nbytes_since < min(ACKNOWLEDGE_BYTES, self.window_bytes // 2):
             return None
         return self.open()
 

@@ -5,7 +5,7 @@ multipart: part 0 is one msgpack map with a `type` tag, parts 1.. are raw tensor
 index. Any msgpack implementation can speak it. Unknown fields are ignored; an unknown type is answered with `error`.
 
 Planes: control frames travel between a peer (gateway or worker) and the scheduler over DEALER/ROUTER;
-data frames (`chunk`, `grant`, `release`) travel straight between peers, each into the other's PULL inbox.
+data frames (`chunk`, `grant`, `sent`, `release`) travel straight between peers, each into the other's PULL inbox.
 """
 
 from typing import Literal
@@ -181,7 +181,8 @@ class Chunk(Frame):
     #: Producing incarnation and the attempt it was placed with; others than the placed ones are dropped.
     source: str
     attempt: int
-    #: From 0 without gaps for one (request, edge, attempt).
+    #: The opening of the edge that this answers (see `grant`), and the number within it, from 0 without gaps.
+    opening: int
     seq: int
     #: Position [start, end) in the edge's unit.
     start: int
@@ -193,19 +194,39 @@ class Chunk(Frame):
 
 
 class Grant(Frame):
-    """Consumer to producer: opens an edge, acknowledges, and extends credit. All figures are cumulative."""
+    """Consumer to producer: opens an edge, acknowledges, and extends credit.
+
+    A higher `opening` than before opens the edge (again): the producer goes back to `position` and counts anew. Within
+    an opening all figures are cumulative; until the edge's end they are restated once a second.
+    """
 
     request_id: str
     edge: str
     #: Granting (consumer) incarnation and the attempt it was placed with.
     source: str
     attempt: int
+    opening: int
     #: Everything before this position was received and opened; the producer sends from here when the edge opens.
     position: int
     #: The producer may send chunks while their number on this edge is below this.
     chunks: int
     #: ... and while the payload bytes sent on this edge are below this. One chunk may overshoot it.
     nbytes: int
+
+
+class Sent(Frame):
+    """Producer to consumer, once a second while something that was sent is not acknowledged: how much it was.
+
+    A consumer that has less after the next second opens the edge again.
+    """
+
+    request_id: str
+    edge: str
+    #: Producing incarnation.
+    source: str
+    opening: int
+    #: Chunks sent in this opening.
+    chunks: int
 
 
 class Release(Frame):
@@ -257,15 +278,6 @@ class State(Frame):
     progress: float = 0.0
 
 
-class EdgeEnd(Struct):
-    """How far a producer has sent an edge, restated with every beat so that a lost tail is found."""
-
-    request_id: str
-    edge: str
-    end: int
-    last: bool
-
-
 class Beat(Frame):
     """Once a second. Busy without a change of `steps` means hung, however regular the beats."""
 
@@ -282,7 +294,11 @@ class Beat(Frame):
     #: Items produced since the start, in the stage's unit, and seconds that the engine spent in `step`.
     produced: int = 0
     step_s: float = 0.0
-    ends: list[EdgeEnd] = []
+    #: Since the start: retained chunks given up for lack of arena, chunks that arrived twice, edges sent again because
+    #: something was missing.
+    evicted: int = 0
+    duplicates: int = 0
+    resends: int = 0
 
 
 class Submit(Frame):
@@ -481,6 +497,9 @@ class Replica(Struct):
     arena_used: int = 0
     arena_total: int = 0
     sent: dict[str, int] = {}
+    evicted: int = 0
+    duplicates: int = 0
+    resends: int = 0
     #: Seconds since the last beat.
     silent_s: float = 0.0
 
@@ -524,7 +543,7 @@ class Error(Frame):
 
 
 Plain = (
-    Chunk | Grant | Release
+    Chunk | Grant | Sent | Release
     | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Held | Bye
     | Welcome | Refused | Place | Placed | Rejected | Close | Recover | Relink | Lost | Drain | Fenced | Fleet
     | Error

@@ -5,47 +5,37 @@ and is called from the thread that made them.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from omni_common.arena import Arena
 from omni_common.edges import InEdge, OutEdge, Retained, payload_bytes
 from omni_common.errors import OmniError
 from omni_common.frames import (
-    ArenaTensor,
     Body,
     Chunk,
     Decision,
     Grant,
     Held,
-    InlineTensor,
     Link,
-    PartTensor,
     Plain,
     Recover,
     Release,
     Relink,
+    Sent,
     Tensor,
 )
-from omni_common.handover import DescriptorClient, DescriptorServer
 from omni_common.run_dir import RunDir
 from omni_common.sockets import Context, Inbox, Outbox
-from omni_common.tensors import INLINE_BYTES, from_inline, from_part, inline
+from omni_common.tensor_port import Arrays, TensorPort, arena_tensors, size_of
 
 log = logging.getLogger(__name__)
 
-Arrays = dict[str, np.ndarray[Any, Any]]
-
-#: Holder of a slot for as long as its chunk may be sent, or sent again.
-RETAINED = "retained"
 #: Grants that arrive before the placement they belong to (the two come over different sockets).
 EARLY_GRANTS = 16_384
+#: Seconds between two looks for frames that got lost.
+RESTATE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class _Request:
 
 class Node:
     """`on_piece(delivery)` for every new chunk; `on_room(request_id)` when chunks of it left; `on_gap(request_id, why)`
-    when a chunk is missing on one of its edges."""
+    when something of it cannot be received or sent again."""
 
     def __init__(
         self,
@@ -85,7 +75,8 @@ class Node:
         self._on_room = on_room
         self._on_gap = on_gap
         self._bind = bind or run.inbox(incarnation)
-        self.arena = Arena(incarnation, arena_bytes)
+        self._tensors = TensorPort(run, incarnation, arena_bytes, self._send_release, self._on_mapped)
+        self.arena = self._tensors.arena
         self._context = context
         self._requests: dict[str, _Request] = {}
         self._early: OrderedDict[tuple[str, str, str], Grant] = OrderedDict()
@@ -94,21 +85,22 @@ class Node:
         self._lost: deque[str] = deque(maxlen=1024)
         #: Chunks of a producer whose arena is being mapped; later ones wait behind them.
         self._mapping: dict[str, list[tuple[Chunk, list[memoryview]]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._released: deque[tuple[str, tuple[int, int]]] = deque()
-        self._release_due = False
+        #: The arena had no room for something since the last look.
+        self._full = False
         #: Payload bytes sent, by way: inline, arena, part.
         self.sent: Counter[str] = Counter()
         self.stale_chunks = 0
         #: Chunks whose tensors were given up while their request might have needed them again.
         self.evicted = 0
+        #: Chunks that arrived twice, and edges that were opened again because something was missing.
+        self.duplicates = 0
+        self.resends = 0
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._descriptors = DescriptorServer(self._run.descriptor(self.incarnation), self.arena, self._consumer_gone)
-        await self._descriptors.start()
-        self._mapped = DescriptorClient(self._run.path, self.incarnation)
+        await self._tensors.start()
         self._inbox = Inbox(self._context, self._bind, self._on_frames)
+        self._timer = self._loop.call_later(RESTATE_S, self._restate)
 
     @property
     def address(self) -> str:
@@ -140,7 +132,7 @@ class Node:
             incoming = InEdge(request_id, link, self.incarnation, attempt)
             request.ins[link.edge] = incoming
             self._send(link, incoming.open())
-            if _is_local(link.inbox) and not self._mapped.is_mapped(link.incarnation):
+            if _is_local(link.inbox) and not self._tensors.is_mapped(link.incarnation):
                 self._map(link.incarnation)
 
     def close_request(self, request_id: str) -> None:
@@ -157,31 +149,30 @@ class Node:
 
     # --------------------------------------------------------------------------------------------------- sending
 
-    def publish(self, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
-        """Put `arrays` where `sinks` chunks can refer to them. Any thread. None: the arena has no room now.
+    def publish(self, request_id: str, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
+        """Put `arrays` where `sinks` chunks of the request can refer to them. Any thread.
 
-        Raises OmniError `tensor_too_large` for what can never fit.
+        None: not now, because the arena is full or the request has its share of it. Raises OmniError
+        `tensor_too_large` for what can never fit.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, array in arrays.items():
-            if array.nbytes <= INLINE_BYTES:
-                tensors[name] = inline(array)
-                continue
-            ref = self.arena.put(array, {RETAINED: sinks})
-            if ref is None:
-                self._release_own(tensors, sinks)
-                return None
-            tensors[name] = ref
+        if arrays and self._has_its_share(request_id):
+            return None
+        tensors = self._tensors.publish(arrays, sinks)
+        self._full = self._full or tensors is None
         return tensors
 
-    def _release_own(self, tensors: dict[str, Tensor], times: int = 1) -> None:
-        slots = [(ref.offset, ref.generation) for ref in tensors.values() if isinstance(ref, ArenaTensor)]
-        for _ in range(times):
-            self.arena.release(RETAINED, slots)
+    def _has_its_share(self, request_id: str) -> bool:
+        """So much of the request waits for its consumers that others need the rest of the arena more. A request of
+        which nothing waits may always put one chunk."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        outstanding = max((out.outstanding for out in request.outs.values()), default=0)
+        return outstanding > self.arena.total // (len(self._requests) + 1)
 
     def unpublish(self, tensors: dict[str, Tensor], sinks: int) -> None:
         """Take back what was published for a request that is gone."""
-        self._release_own(tensors, sinks)
+        self._tensors.let_go(tensors, sinks)
 
     def sink_edges(self, request_id: str, stages: tuple[str, ...] | None = None) -> list[str]:
         """Edges of the request that take its output (of `stages` only)."""
@@ -205,9 +196,9 @@ class Node:
         for edge in edges:
             out = request.outs.get(edge) if request else None
             if out is None:
-                self._release_own(tensors)
+                self._tensors.let_go(tensors)
                 continue
-            nbytes = payload_bytes(body, sum(_size(ref) for ref in tensors.values()))
+            nbytes = payload_bytes(body, size_of(tensors))
             out.offer(Retained(start, end, last, body, tensors, nbytes))
             self._pump(out)
 
@@ -218,27 +209,21 @@ class Node:
 
     def _pump(self, out: OutEdge) -> None:
         for chunk in out.take():
-            nbytes = sum(_size(ref) for ref in chunk.tensors.values())
-            if any(isinstance(ref, ArenaTensor) for ref in chunk.tensors.values()):
-                self._send_tensors(out.link, chunk, nbytes)
+            if arena_tensors(chunk.tensors):
+                self._send_tensors(out.link, chunk)
             else:
-                self.sent["inline"] += payload_bytes(chunk.body, nbytes)
+                self.sent["inline"] += payload_bytes(chunk.body, size_of(chunk.tensors))
                 self._send(out.link, chunk)
 
-    def _send_tensors(self, link: Link, chunk: Chunk, nbytes: int) -> None:
+    def _send_tensors(self, link: Link, chunk: Chunk) -> None:
+        nbytes = size_of(chunk.tensors)
         if _is_local(link.inbox):
             self.sent["arena"] += nbytes
-            for ref in chunk.tensors.values():
-                if isinstance(ref, ArenaTensor):
-                    self.arena.hold(ref.offset, ref.generation, link.incarnation)
+            self._tensors.lend(chunk.tensors, link.incarnation)
             self._send(link, chunk)
             return
         self.sent["part"] += nbytes
-        parts: list[memoryview] = []
-        for name, ref in chunk.tensors.items():
-            if isinstance(ref, ArenaTensor):
-                chunk.tensors = {**chunk.tensors, name: PartTensor(ref.dtype, ref.shape, len(parts))}
-                parts.append(self.arena.read(ref))
+        chunk.tensors, parts = self._tensors.as_parts(chunk.tensors)
         outbox = self._outbox(link.incarnation, link.inbox)
         if outbox is not None:
             outbox.send_with_parts(chunk, parts)
@@ -246,21 +231,25 @@ class Node:
     def _let_go(self, chunk: Retained) -> None:
         """A chunk will not be sent again."""
         if not chunk.evicted:
-            self._release_own(chunk.tensors)
+            self._tensors.let_go(chunk.tensors)
 
     def evict(self) -> int:
-        """The arena is full: give up the oldest half of what is kept only for a replay. Returns the chunks given up.
+        """If the arena is full, give up half of what is kept only for a replay. Returns the number of chunks.
 
         Their requests go on; should a consumer of theirs die, they cannot be replayed from here.
         """
+        if not self._full:
+            return 0
+        self._full = False
         candidates = [
             chunk for request in self._requests.values() for out in request.outs.values() for chunk in out.evictable()
         ]
-        for chunk in candidates[: (len(candidates) + 1) // 2]:
+        victims = candidates[: (len(candidates) + 1) // 2]
+        for chunk in victims:
             self._let_go(chunk)
             chunk.evicted = True
-        self.evicted += len(candidates[: (len(candidates) + 1) // 2])
-        return len(candidates)
+        self.evicted += len(victims)
+        return len(victims)
 
     # ------------------------------------------------------------------------------------------------- recovery
 
@@ -322,6 +311,8 @@ class Node:
                 self._on_chunk(frame, parts)
             elif isinstance(frame, Grant):
                 self._on_grant(frame)
+            elif isinstance(frame, Sent):
+                self._on_sent(frame)
             elif isinstance(frame, Release):
                 self.arena.release(frame.source, frame.slots)
             else:
@@ -340,78 +331,81 @@ class Node:
             self._keep_early(grant)
         else:
             self._grant(out, grant)
-            if out.waiting:
-                self._pump(out)
-                self._on_room(grant.request_id)
+            self._pump(out)
+            self._on_room(grant.request_id)
 
     def _keep_early(self, grant: Grant) -> None:
         self._early[grant.request_id, grant.edge, grant.source] = grant
         if len(self._early) > EARLY_GRANTS:
             self._early.popitem(last=False)
 
+    def _on_sent(self, sent: Sent) -> None:
+        request = self._requests.get(sent.request_id)
+        edge = request.ins.get(sent.edge) if request else None
+        if edge is None or edge.link.incarnation != sent.source or sent.source in self._mapping:
+            return
+        if edge.lacks(sent.chunks, sent.opening):
+            # Data and this word come over the same connection, in order: what is not here now was lost.
+            self._reopen(edge, f"{sent.chunks} chunks were sent, {edge.seq} are here")
+
+    def _reopen(self, edge: InEdge, why: str) -> None:
+        log.warning("%s of %s is sent again: %s", edge.link.edge, edge.request_id, why)
+        self.resends += 1
+        self._send(edge.link, edge.reopen())
+
+    def _restate(self) -> None:
+        """Once a second: what was sent and is not acknowledged, and what is granted. So a lost frame shows."""
+        self._timer = self._loop.call_later(RESTATE_S, self._restate)
+        for request in self._requests.values():
+            for out in request.outs.values():
+                if out.opening and out.unacknowledged():
+                    word = Sent(out.request_id, out.link.edge, self.incarnation, out.opening, out.sent_chunks)
+                    self._send(out.link, word)
+            for incoming in request.ins.values():
+                if not incoming.ended and not incoming.fenced:
+                    self._send(incoming.link, incoming.open())
+
     def _on_chunk(self, chunk: Chunk, parts: list[memoryview]) -> None:
         waiting = self._mapping.get(chunk.source)
         if waiting is not None:
             waiting.append((chunk, parts))
-        elif any(isinstance(ref, ArenaTensor) for ref in chunk.tensors.values()) and not self._mapped.is_mapped(
-            chunk.source
-        ):
-            self._map(chunk.source).append((chunk, parts))
+        elif arena_tensors(chunk.tensors) and not self._tensors.is_mapped(chunk.source):
+            self._map(chunk.source)
+            self._mapping[chunk.source].append((chunk, parts))
         else:
             self._deliver(chunk, parts)
 
-    def _map(self, owner: str) -> list[tuple[Chunk, list[memoryview]]]:
-        """Begin to map `owner`'s arena; returns the list in which its chunks wait for that."""
-        if owner in self._mapping:
-            return self._mapping[owner]
-        waiting = self._mapping[owner] = []
-        task = self._loop.create_task(self._finish_map(owner), name=f"map {owner}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return waiting
+    def _map(self, owner: str) -> None:
+        """Begin to map `owner`'s arena; its chunks wait for that."""
+        if owner not in self._mapping:
+            self._mapping[owner] = []
+            self._tensors.map(owner)
 
-    async def _finish_map(self, owner: str) -> None:
-        try:
-            await self._mapped.arena_of(owner)
-        except OmniError as error:
-            # The owner is dead: what it sent counts as not received. The scheduler deals with its requests.
-            log.info("arena of %s: %s", owner, error)
-            del self._mapping[owner]
-            return
-        for chunk, parts in self._mapping.pop(owner):
+    def _on_mapped(self, owner: str, success: bool) -> None:
+        waiting = self._mapping.pop(owner)
+        # Without success the owner is dead: what it sent counts as not received. The scheduler sees to its requests.
+        for chunk, parts in waiting if success else []:
             self._deliver(chunk, parts)
 
     def _deliver(self, chunk: Chunk, parts: list[memoryview]) -> None:
         request = self._requests.get(chunk.request_id)
         edge = request.ins.get(chunk.edge) if request else None
-        nbytes = payload_bytes(chunk.body, sum(_size(ref) for ref in chunk.tensors.values()))
-        verdict = edge.accept(chunk, nbytes) if edge else "stale"
+        verdict = edge.accept(chunk) if edge else "stale"
         if edge is None or verdict != "new":
-            self._refuse(chunk)
-            if verdict == "gap":
-                self._on_gap(chunk.request_id, f"a chunk is missing on {chunk.edge} before number {chunk.seq}")
+            self._tensors.refuse(chunk.tensors)
+            self.stale_chunks += 1
+            if verdict == "duplicate":
+                self.duplicates += 1
+            elif verdict == "gap" and edge is not None:
+                self._reopen(edge, f"number {chunk.seq} came instead of {edge.seq}")
             return
         try:
-            arrays = {name: self._open(chunk.source, ref, parts) for name, ref in chunk.tensors.items()}
+            arrays = {name: self._tensors.open(chunk.source, ref, parts) for name, ref in chunk.tensors.items()}
         except OmniError as error:
             self._on_gap(chunk.request_id, f"a tensor on {chunk.edge} cannot be opened: {error}")
             return
+        nbytes = payload_bytes(chunk.body, size_of(chunk.tensors) + sum(part.nbytes for part in parts))
         self._on_piece(Delivery(chunk, edge.link.stage, arrays, nbytes))
-
-    def _refuse(self, chunk: Chunk) -> None:
-        self.stale_chunks += 1
-        for ref in chunk.tensors.values():
-            if isinstance(ref, ArenaTensor):
-                self._release(ref.arena, ref.offset, ref.generation)
-
-    def _open(self, owner: str, ref: Tensor, parts: list[memoryview]) -> np.ndarray[Any, Any]:
-        if isinstance(ref, InlineTensor):
-            return from_inline(ref)
-        if isinstance(ref, PartTensor):
-            return from_part(ref, parts)
-        if ref.arena != owner:
-            raise OmniError(f"{owner} refers to the arena of {ref.arena}", code="stale_tensor")
-        return self._mapped.view(ref, lambda offset, generation: self._release(owner, offset, generation))
 
     def used(self, request_id: str, edge: str, nbytes: int) -> None:
         """The consumer has taken a delivered chunk: its credit goes back to the producer."""
@@ -422,65 +416,34 @@ class Node:
             if grant is not None:
                 self._send(incoming.link, grant)
 
-    def _release(self, owner: str, offset: int, generation: int) -> None:
-        """A view died, in whatever thread."""
-        self._released.append((owner, (offset, generation)))
-        if not self._release_due:
-            self._release_due = True
-            # At the end of the process the loop may be closed already; the kernel then gives everything back.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._send_releases)
-
-    def _send_releases(self) -> None:
-        self._release_due = False
-        by_owner: dict[str, list[tuple[int, int]]] = {}
-        while self._released:
-            owner, slot = self._released.popleft()
-            by_owner.setdefault(owner, []).append(slot)
-        for owner, slots in by_owner.items():
-            # Shared memory means the same run folder, which gives the owner's address.
-            outbox = self._outbox(owner, self._run.inbox(owner))
-            if outbox is not None:
-                outbox.send(Release(self.incarnation, slots))
+    def _send_release(self, owner: str, release: Release) -> None:
+        # Shared memory means the same run folder, which gives the owner's address.
+        outbox = self._outbox(owner, self._run.inbox(owner))
+        if outbox is not None:
+            outbox.send(release)
 
     # ---------------------------------------------------------------------------------------------- end of peers
 
-    def _consumer_gone(self, incarnation: str) -> None:
-        """Its descriptor socket ended, so its mapping is gone: nobody reads what it held."""
-        self.arena.forget(incarnation)
-
     def lost(self, incarnation: str) -> None:
-        """The scheduler declared a peer dead. A stopped one keeps its slots as long as it could still read them."""
+        """The scheduler declared a peer dead."""
         self._lost.append(incarnation)
         outbox = self._outboxes.pop(incarnation, None)
         if outbox is not None:
             outbox.close()
-        self._mapped.drop(incarnation)
-        if not self._descriptors.is_connected(incarnation):
-            self.arena.forget(incarnation)
+        self._tensors.lost(incarnation)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._timer.cancel()
         self._inbox.close()
         for outbox in self._outboxes.values():
             outbox.flush()
             outbox.close()
         for request_id in list(self._requests):
             self.close_request(request_id)
-        self._mapped.close()
-        await self._descriptors.close()
-        self.arena.close()
+        await self._tensors.close()
         self._run.clear(self.incarnation)
 
 
 def _is_local(inbox: str) -> bool:
     """Shared memory goes where the ends share a run folder."""
     return inbox.startswith("ipc://")
-
-
-def _size(ref: Tensor) -> int:
-    if isinstance(ref, ArenaTensor):
-        return ref.nbytes
-    return len(ref.data) if isinstance(ref, InlineTensor) else 0

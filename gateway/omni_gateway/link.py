@@ -88,6 +88,10 @@ class BusStream:
         self._error = self._error or error
         self._news.set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         while self._open:
             while not self._arrived:
@@ -134,7 +138,7 @@ class Link:
             self._incarnation,
             arena_mib << 20,
             self._on_piece,
-            lambda request_id: None,
+            lambda request_id: self._room.set(),
             self._on_gap,
         )
         self._node.arena.on_free.append(self._on_free)
@@ -164,7 +168,7 @@ class Link:
         try:
             self._member.send(stream.submission())
             placed = await asyncio.wait_for(stream.placed, limits.queue_s + ANSWER_MARGIN_S)
-            await self._send_input(placed, ask)
+            await self._send_input(stream, placed, ask)
         except TimeoutError:
             self.forget(stream.request_id)
             raise OmniError("the scheduler did not answer", status=503, code="scheduler_silent") from None
@@ -184,16 +188,22 @@ class Link:
                 "the scheduler is not there", status=503, code="scheduler_missing", retry_after_s=1.0
             ) from None
 
-    async def _send_input(self, placed: Placed, ask: Ask) -> None:
+    async def _send_input(self, stream: BusStream, placed: Placed, ask: Ask) -> None:
         entry = ask.pipeline.tasks[ask.task].input
         for given in ask.given:
             stage = entry[given.modality]  # type: ignore[index]
             edges = self._node.sink_edges(placed.request_id, (stage,))
             if not edges:
                 return
-            while (tensors := await asyncio.to_thread(self._node.publish, given.arrays, len(edges))) is None:
-                self._room.clear()
+            self._room.clear()
+            while (
+                tensors := await asyncio.to_thread(self._node.publish, placed.request_id, given.arrays, len(edges))
+            ) is None:
+                if stream.failed:
+                    return
+                self._node.evict()
                 await self._room.wait()
+                self._room.clear()
             self._node.emit(placed.request_id, edges, given.start, given.end, given.last, given.body, tensors)
 
     def used(self, delivery: Delivery) -> None:
@@ -230,7 +240,13 @@ class Link:
     def _beat(self) -> Beat:
         arena = self._node.arena
         return Beat(
-            running=len(self._streams), arena_used=arena.used, arena_total=arena.total, sent=dict(self._node.sent)
+            running=len(self._streams),
+            arena_used=arena.used,
+            arena_total=arena.total,
+            sent=dict(self._node.sent),
+            evicted=self._node.evicted,
+            duplicates=self._node.duplicates,
+            resends=self._node.resends,
         )
 
     def _on_welcome(self, again: bool) -> None:
@@ -282,6 +298,8 @@ class Link:
                     retry_after_s=frame.retry_after_s if isinstance(frame, Rejected) else 0.0,
                 )
             )
+            # It may wait for room for its input.
+            self._room.set()
 
     def _on_piece(self, delivery: Delivery) -> None:
         stream = self._streams.get(delivery.chunk.request_id)

@@ -147,6 +147,9 @@ class Fleet:
                 arena_used=peer.beat.arena_used,
                 arena_total=peer.beat.arena_total,
                 sent=peer.beat.sent,
+                evicted=peer.beat.evicted,
+                duplicates=peer.beat.duplicates,
+                resends=peer.beat.resends,
                 silent_s=round(now - peer.seen, 3),
             )
             for peer in sorted(self.peers.values(), key=lambda peer: peer.name)

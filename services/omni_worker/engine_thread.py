@@ -88,13 +88,13 @@ Result = Published | Failure | Used | Dropped | Loaded | Broken
 
 
 class EngineThread:
-    """`publish(arrays, sinks)` is Node.publish; `on_results(list)` and `on_starved()` (the arena is full) run on the
+    """`publish` is Node.publish; `on_results(list)` and `on_starved()` (the arena is full) run on the
     loop."""
 
     def __init__(
         self,
         engine: Engine,
-        publish: Callable[[Arrays, int], dict[str, Tensor] | None],
+        publish: Callable[[str, Arrays, int], dict[str, Tensor] | None],
         on_results: Callable[[list[Result]], None],
         on_starved: Callable[[], object],
     ) -> None:
@@ -121,6 +121,11 @@ class EngineThread:
     @property
     def running(self) -> int:
         return len(self._open)
+
+    @property
+    def starving(self) -> bool:
+        """Outputs wait for room in the arena."""
+        return bool(self._starved)
 
     @property
     def resumes(self) -> bool:
@@ -241,7 +246,7 @@ class EngineThread:
         open_sinks = self._open[output.request_id]
         sinks = tuple(sorted(open_sinks)) if output.sinks is None else output.sinks
         try:
-            tensors = self._publish(output.arrays, len(sinks))
+            tensors = self._publish(output.request_id, output.arrays, len(sinks))
         except OmniError as error:
             self._fail(Failure(output.request_id, error.message, error.code))
             return True

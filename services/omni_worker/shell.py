@@ -157,6 +157,9 @@ class Worker:
             sent=dict(self._node.sent),
             produced=thread.produced,
             step_s=round(thread.step_s, 6),
+            evicted=self._node.evicted,
+            duplicates=self._node.duplicates,
+            resends=self._node.resends,
         )
 
     def _on_welcome(self, again: bool) -> None:
@@ -236,6 +239,8 @@ class Worker:
     def _on_room(self, request_id: str) -> None:
         if request_id in self._blocked and self._node.backlog(request_id) < BLOCK_AT:
             self._set_blocked(request_id, False)
+        elif self._thread.starving:
+            self._thread.wake()
 
     def _on_gap(self, request_id: str, why: str) -> None:
         self._fail(Failure(request_id, why, "chunk_lost"))

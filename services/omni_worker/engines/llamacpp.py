@@ -108,8 +108,8 @@ class Llamacpp:
     only; with it, llama.cpp has one window for all three. Filters work after the temperature, as in vLLM.
 
     After a death the ids that were emitted, appended to the rendered prompt, give the state of an undisturbed run, and
-    with one thread its next tokens, at any temperature. `TokenText` is fed with them again, to know what of the text was
-    held back.
+    with one thread its next tokens, at any temperature. `TokenText` is fed with them again, to know what of the text
+    was held back.
     """
 
     resumes = True

@@ -30,7 +30,7 @@ def test_nothing_leaves_before_the_grant() -> None:
 def test_an_old_grant_that_comes_late_takes_nothing_back() -> None:
     out, incoming = ends(window_chunks=2)
     first = incoming.open()
-    out.grant(Grant("r", "a>b", "inc-b", 1, 5, 10, 1000))
+    out.grant(Grant("r", "a>b", "inc-b", 1, 1, 5, 10, 1000))
     out.grant(first)
     assert (out.limit_chunks, out.limit_bytes, out.acknowledged) == (10, 1000, 5)
 
@@ -49,15 +49,15 @@ def test_verdicts() -> None:
     incoming.open()
 
     def numbered(seq: int, start: int, source: str = "inc-a", last: bool = False) -> Chunk:
-        return Chunk("r", "a>b", source, 1, seq, start, start + 1, last)
+        return Chunk("r", "a>b", source, 1, 1, seq, start, start + 1, last)
 
-    assert incoming.accept(numbered(0, 0), 1) == "new"
-    assert incoming.accept(numbered(0, 0), 1) == "duplicate"
-    assert incoming.accept(numbered(2, 2), 1) == "gap"
-    assert incoming.accept(numbered(1, 3), 1) == "gap"
-    assert incoming.accept(numbered(1, 1, source="former self"), 1) == "stale"
-    assert incoming.accept(numbered(1, 1, last=True), 1) == "new"
-    assert incoming.accept(numbered(2, 2), 1) == "duplicate"
+    assert incoming.accept(numbered(0, 0)) == "new"
+    assert incoming.accept(numbered(0, 0)) == "duplicate"
+    assert incoming.accept(numbered(2, 2)) == "gap"
+    assert incoming.accept(numbered(1, 3)) == "gap"
+    assert incoming.accept(numbered(1, 1, source="former self")) == "stale"
+    assert incoming.accept(numbered(1, 1, last=True)) == "new"
+    assert incoming.accept(numbered(2, 2)) == "duplicate"
     assert incoming.used(1) is None, "no credit after the end"
 
 
@@ -89,7 +89,7 @@ def test_everything_arrives_once_in_order_within_the_window(
             out.grant(grants.popleft())
         elif choice == 2 and wire:
             chunk, nbytes = wire.popleft()
-            assert incoming.accept(chunk, nbytes) == "new"
+            assert incoming.accept(chunk) == "new"
             seen.append(chunk.start)
             taken.append(nbytes)
         elif choice == 3 and taken:
@@ -117,10 +117,10 @@ def test_a_producer_placed_anew_sends_only_what_is_missing() -> None:
     for start in range(5):
         out.offer(chunk_of(start, last=start == 4))
     for chunk in out.take()[:3]:
-        assert incoming.accept(chunk, 1) == "new"
+        assert incoming.accept(chunk) == "new"
         incoming.used(1)
     incoming.fence()
-    assert incoming.accept(Chunk("r", "a>b", "inc-a", 1, 3, 3, 4), 1) == "stale"
+    assert incoming.accept(Chunk("r", "a>b", "inc-a", 1, 1, 3, 3, 4)) == "stale"
     assert [decision.start for decision in incoming.decisions] == [0, 1, 2]
     reborn = OutEdge("r", out.link, "inc-a2", 2)
     grant = incoming.relink(Link("a>b", "a", "inc-a2", "ipc://a2"))
@@ -129,7 +129,7 @@ def test_a_producer_placed_anew_sends_only_what_is_missing() -> None:
     for start in range(5):
         reborn.offer(chunk_of(start, last=start == 4))
         for chunk in reborn.take():
-            assert incoming.accept(chunk, 1) == "new"
+            assert incoming.accept(chunk) == "new"
     assert incoming.position == 5 and incoming.ended
     assert incoming.relink(Link("a>b", "a", "inc-a3", "ipc://a3")) is None, "it has everything"
 
@@ -145,7 +145,7 @@ def test_a_consumer_placed_anew_gets_everything_again() -> None:
     assert out.take() == []
     reborn = InEdge("r", incoming.link, "inc-b2", 2)
     assert out.grant(reborn.open())
-    assert [reborn.accept(chunk, 1) for chunk in out.take()] == ["new"] * 5
+    assert [reborn.accept(chunk) for chunk in out.take()] == ["new"] * 5
 
 
 def test_what_was_evicted_is_told_when_it_is_needed_and_only_then() -> None:
@@ -157,14 +157,14 @@ def test_what_was_evicted_is_told_when_it_is_needed_and_only_then() -> None:
         out.offer(chunk)
     out.take()
     assert out.evictable() == [], "nothing is acknowledged"
-    out.grant(Grant("r", "a>b", "inc-b", 1, 2, 20, 1000))
+    out.grant(Grant("r", "a>b", "inc-b", 1, 1, 2, 20, 1000))
     assert [chunk.start for chunk in out.evictable()] == [0, 1]
     for chunk in out.evictable():
         chunk.evicted = True
     out.relink(Link("a>b", "b", "inc-b2", "ipc://b2"))
-    assert out.grant(Grant("r", "a>b", "inc-b2", 2, 2, 20, 1000))
+    assert out.grant(Grant("r", "a>b", "inc-b2", 2, 1, 2, 20, 1000))
     out.relink(Link("a>b", "b", "inc-b3", "ipc://b3"))
-    assert not out.grant(Grant("r", "a>b", "inc-b3", 3, 1, 20, 1000))
+    assert not out.grant(Grant("r", "a>b", "inc-b3", 3, 1, 1, 20, 1000))
 
 
 @settings(max_examples=200, deadline=None)
@@ -192,7 +192,7 @@ def test_deaths_at_any_point_lose_and_double_nothing(total: int, window: int, ch
             assert out.grant(grants.popleft())
         elif choice == 2 and wire:
             chunk = wire.popleft()
-            if incoming.accept(chunk, 1) == "new":
+            if incoming.accept(chunk) == "new":
                 taken += 1
                 if chunk.start >= len(client):
                     assert chunk.start == len(client)

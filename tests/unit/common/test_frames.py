@@ -138,6 +138,7 @@ GOLDEN: list[tuple[AnyFrame, dict[str, Any]]] = [
             edge="talker>code2wav",
             source="i1",
             attempt=1,
+            opening=2,
             seq=3,
             start=80,
             end=160,
@@ -155,6 +156,7 @@ GOLDEN: list[tuple[AnyFrame, dict[str, Any]]] = [
             "edge": "talker>code2wav",
             "source": "i1",
             "attempt": 1,
+            "opening": 2,
             "seq": 3,
             "start": 80,
             "end": 160,
@@ -171,10 +173,10 @@ GOLDEN: list[tuple[AnyFrame, dict[str, Any]]] = [
         },
     ),
     (
-        frames.Grant("r1", "client>thinker", source="i2", attempt=2, position=5, chunks=4, nbytes=1 << 40),
+        frames.Grant("r1", "client>thinker", source="i2", attempt=2, opening=1, position=5, chunks=4, nbytes=1 << 40),
         {
             "type": "grant", "request_id": "r1", "edge": "client>thinker", "source": "i2",
-            "attempt": 2, "position": 5, "chunks": 4, "nbytes": 1 << 40,
+            "attempt": 2, "opening": 1, "position": 5, "chunks": 4, "nbytes": 1 << 40,
         },
     ),
     (

@@ -201,7 +201,7 @@ async def test_closing_with_mail_for_a_dead_peer_does_not_hang(tmp_path: Path) -
     context = new_context()
     outbox = Outbox(context, f"ipc://{tmp_path}/nobody")
     for number in range(1000):
-        outbox.send(Grant("r", "a>b", "x", 1, number, number, number))
+        outbox.send(Grant("r", "a>b", "x", 1, 1, number, number, number))
     await asyncio.sleep(0)
     outbox.close()
     async with asyncio.timeout(2):

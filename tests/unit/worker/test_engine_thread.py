@@ -90,7 +90,7 @@ class Bench:
     def starve(self) -> None:
         self.starved += 1
 
-    def publish(self, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
+    def publish(self, request_id: str, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
         if arrays and self.too_large:
             raise OmniError("never fits", code="tensor_too_large")
         if arrays and self.room <= 0:
