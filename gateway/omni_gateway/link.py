@@ -93,6 +93,7 @@ class BusStream:
         return self._error is not None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
+        await self._wait_for_first()
         while self._open:
             while not self._arrived:
                 if self._error:
@@ -101,6 +102,17 @@ class BusStream:
                 await self._news.wait()
             yield self._take(self._arrived.popleft())
         self._link.finished(self.request_id)
+
+    async def _wait_for_first(self) -> None:
+        limit = self._ask.pipeline.limits.first_chunk_s
+        try:
+            async with asyncio.timeout_at(self._since + limit):
+                while not self._arrived and not self._error:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            message = f"nothing came within {limit:g} s"
+            raise OmniError(message, status=504, code="first_chunk_timeout") from None
 
     def _take(self, delivery: Delivery) -> Event:
         chunk = delivery.chunk

@@ -69,11 +69,16 @@ class _FleetCollector(Collector):
         yield _gauge("omni_scheduler_up", "1 when the scheduler has reported.", [], {(): float(fleet is not None)})
         if fleet is None:
             return
-        totals = ("admitted", "completed", "failed", "cancelled", "rejected", "deaths")
+        totals = ("admitted", "completed", "failed", "cancelled", "rejected", "deaths", "replays")
         for name in totals:
-            family = CounterMetricFamily(f"omni_scheduler_{name}", f"Requests or workers {name}, by the scheduler.")
+            family = CounterMetricFamily(
+                f"omni_scheduler_{name}", f"Requests, workers or stages {name}, as the scheduler counts."
+            )
             family.add_metric([], getattr(fleet, name))
             yield family
+        resumed = CounterMetricFamily("omni_scheduler_replay_seconds", "Seconds from deaths to replays, summed.")
+        resumed.add_metric([], fleet.replay_s)
+        yield resumed
         yield _gauge("omni_queue_requests", "Requests waiting for placement.", [], {(): fleet.queued})
         yield _gauge("omni_running_requests", "Requests placed and not ended.", [], {(): fleet.running})
         running = Counts({s.stage: 0 for s in fleet.stages})
@@ -90,12 +95,20 @@ class _FleetCollector(Collector):
         yield _gauge("omni_arena_total_bytes", "Size of the tensor arena.", by_replica, total)
         sent = CounterMetricFamily("omni_transfer_bytes", "Payload bytes sent.", labels=[*by_replica, "way"])
         busy = CounterMetricFamily("omni_step_seconds", "Seconds spent in engine steps.", labels=by_replica)
+        cut = {
+            "evicted": CounterMetricFamily("omni_evicted_chunks", "Retained chunks given up.", labels=by_replica),
+            "duplicates": CounterMetricFamily("omni_duplicate_chunks", "Chunks that came twice.", labels=by_replica),
+            "resends": CounterMetricFamily("omni_resent_edges", "Edges sent again after a loss.", labels=by_replica),
+        }
         for replica in fleet.replicas:
+            for field, family in cut.items():
+                family.add_metric([replica.stage, replica.name], getattr(replica, field))
             for way, nbytes in replica.sent.items():
                 sent.add_metric([replica.stage, replica.name, way], nbytes)
             busy.add_metric([replica.stage, replica.name], replica.step_s)
         yield sent
         yield busy
+        yield from cut.values()
 
 
 def _gauge(name: str, text: str, labels: list[str], values: Mapping[Labels, float]) -> GaugeMetricFamily:

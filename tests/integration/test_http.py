@@ -151,3 +151,11 @@ async def test_two_gateways_share_a_port_and_one_dies_alone(served: tuple[Rig, s
         await rig.wait(f"gateway-{other.rsplit(':', 1)[1]}")
         assert (await post(url, body))[0] == 200
         await rig.idle()
+
+
+async def test_a_first_chunk_that_does_not_come_is_504() -> None:
+    overrides = ("stages.thinker.options.step_s=5", "limits.first_chunk_s=0.5")
+    async with running(fake("tokens"), *overrides) as rig, gateway(rig) as url:
+        status, answer = await post(url, {**chat("x", max_tokens=5), "model": "tokens"})
+        assert status == 504 and answer["error"]["code"] == "first_chunk_timeout"
+        await rig.idle()
