@@ -361,6 +361,10 @@ class Bye(Frame):
     reason: str = ""
 
 
+class Look(Frame):
+    """Anybody in the run folder, without a hello: a health check. Answered by `fleet`."""
+
+
 # ------------------------------------------------------------------------------------------ control plane: scheduler
 
 
@@ -513,7 +517,7 @@ class StageStatus(Struct):
 
 
 class Fleet(Frame):
-    """Scheduler to gateways: who is there, on every change and once a second."""
+    """Scheduler to gateways, and to whoever looks: who is there, on every change and once a second."""
 
     scheduler: str
     stages: list[StageStatus] = []
@@ -544,7 +548,7 @@ class Error(Frame):
 
 Plain = (
     Chunk | Grant | Sent | Release
-    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Held | Bye
+    | Hello | State | Beat | Submit | Cancel | Done | Failed | Closed | Held | Bye | Look
     | Welcome | Refused | Place | Placed | Rejected | Close | Recover | Relink | Lost | Drain | Fenced | Fleet
     | Error
 )  # fmt: skip

@@ -216,17 +216,19 @@ class Node:
                 self._send(out.link, chunk)
 
     def _send_tensors(self, link: Link, chunk: Chunk) -> None:
+        outbox = self._outbox(link.incarnation, link.inbox)
+        if outbox is None:
+            # Lent to the dead it would never come back: the word of their end has been.
+            return
         nbytes = size_of(chunk.tensors)
         if _is_local(link.inbox):
             self.sent["arena"] += nbytes
             self._tensors.lend(chunk.tensors, link.incarnation)
-            self._send(link, chunk)
+            outbox.send(chunk)
             return
         self.sent["part"] += nbytes
         chunk.tensors, parts = self._tensors.as_parts(chunk.tensors)
-        outbox = self._outbox(link.incarnation, link.inbox)
-        if outbox is not None:
-            outbox.send_with_parts(chunk, parts)
+        outbox.send_with_parts(chunk, parts)
 
     def _let_go(self, chunk: Retained) -> None:
         """A chunk will not be sent again."""

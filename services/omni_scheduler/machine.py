@@ -18,6 +18,7 @@ from omni_common.frames import (
     Held,
     Hello,
     Holding,
+    Look,
     Lost,
     Plain,
     Refused,
@@ -101,6 +102,8 @@ class Scheduler:
         """A control frame of the peer with incarnation `sender`."""
         if isinstance(frame, Hello):
             return self._hello(sender, frame, now)
+        if isinstance(frame, Look):
+            return [Send(sender, self.status(now))]
         peer = self.fleet.peers.get(sender)
         if peer is None:
             if sender in self._fenced:
@@ -175,7 +178,6 @@ class Scheduler:
 
     def status(self, now: float) -> FleetFrame:
         """What gateways are told of the fleet."""
-        self.changed = False
         running = [request for request in self.requests.values() if request.phase in ALIVE]
         queued = [self.requests[request_id] for request_id in self.queue]
         return FleetFrame(

@@ -64,7 +64,7 @@ class Shell:
             self._loop.call_soon(self._report)
 
     def _report(self) -> None:
-        self._report_due = False
+        self._report_due = self._machine.changed = False
         fleet = self._machine.status(self._loop.time())
         for gateway in self._machine.gateways():
             self._control.send(gateway, fleet)

@@ -18,9 +18,11 @@ from omni_common.frames import (
     Done,
     Failed,
     Fenced,
+    Fleet,
     Held,
     Hello,
     Holding,
+    Look,
     Lost,
     Place,
     Placed,
@@ -501,6 +503,15 @@ def test_goodbye_of_an_idle_worker_is_no_death() -> None:
     assert system.machine.counts["deaths"] == 0
     assert isinstance(system.mail["w2"][-1], Bye)
     assert system.got("gate", Lost)
+
+
+def test_a_health_check_may_look_without_a_hello() -> None:
+    system = full_system()
+    system.submits()
+    (send,) = system.says("health check", Look())
+    assert isinstance(send.frame, Fleet) and send.peer == "health check"
+    assert send.frame.running == 1 and len(send.frame.replicas) == 2
+    assert system.machine.changed, "gateways are still to hear of it"
 
 
 def test_unknown_peers_are_asked_for_a_hello() -> None:
