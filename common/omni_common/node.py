@@ -283,6 +283,7 @@ class Node:
             out.relink(link)
             self._take_early_grant(out)
             self._pump(out)
+            self._on_room(relink.request_id)
 
     def _take_early_grant(self, out: OutEdge) -> None:
         early = self._early.pop((out.request_id, out.link.edge, out.link.incarnation), None)

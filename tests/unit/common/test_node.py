@@ -346,3 +346,39 @@ async def test_a_producer_placed_anew_is_asked_for_the_rest(pair: Pair) -> None:
     await until(lambda: len(pair.got) == 4)
     assert [delivery.chunk.start for delivery in pair.got] == [0, 1, 2, 3]
     await reborn.close()
+
+
+async def test_nothing_is_lent_to_the_dead(pair: Pair) -> None:
+    """Between the word of a death and the new link a slot lent to the dead would never come back."""
+    pair.open()
+    pair.emit(0)
+    await until(lambda: len(pair.got) == 1)
+    await pair.b.close()
+    pair.a.lost(pair.b.incarnation)
+    pair.emit(1, last=True, large=np.zeros(100_000, np.float32))
+    assert pair.a.arena.held_by(pair.b.incarnation) == 0
+    pair.a.close_request("r")
+    assert pair.a.arena.used == 0
+
+
+async def test_a_relink_tells_that_there_is_room(pair: Pair) -> None:
+    """The new consumer's grant may come before the link; then the link is what lets a blocked request go on."""
+    pair.open()
+    total = WINDOW_CHUNKS + 20
+    for start in range(total):
+        pair.emit(start, last=start == total - 1)
+    await until(lambda: len(pair.got) == WINDOW_CHUNKS)
+    assert pair.a.backlog("r") == 20
+    pair.got.clear()
+    reborn = Node(
+        pair.context, pair.a._run, new_incarnation(), ARENA, pair.got.append, lambda r: None, lambda r, why: None
+    )
+    await reborn.start()
+    reborn.open("r", 2, [Link("a>b", "a", pair.a.incarnation, pair.a.address)], [])
+    await until(lambda: bool(pair.a._early))
+    pair.room.clear()
+    pair.a.relink(Relink("r", Link("a>b", "b", reborn.incarnation, reborn.address)))
+    assert pair.room == ["r"]
+    await until(lambda: len(pair.got) == WINDOW_CHUNKS)
+    pair.got.clear()
+    await reborn.close()
