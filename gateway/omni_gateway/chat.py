@@ -38,6 +38,8 @@ _FORM_HEADER = "x-omni-audio-form"
 _HEARD_RATE = 16_000
 #: An answer that cannot be spoken (emoji only) still gets a file that players open: this much silence.
 _SILENCE_S = 0.1
+#: Most bytes of several events in one write.
+_WRITE_BYTES = 16 << 10
 
 
 def add_routes(app: web.Application) -> None:
@@ -88,7 +90,8 @@ async def _streamed(request: web.Request, job: ChatJob) -> web.StreamResponse:
                     frames += chunks.text(event.body.text)
                 elif isinstance(event.body, Audio) and (data := await answer.encoded(samples_of(event))):
                     frames += chunks.sound(data)
-                if frames:
+                # Events that came together leave together.
+                if frames and (not run.ready or len(frames) >= _WRITE_BYTES):
                     await sse.send(frames)
                     frames = b""
             if job.audio:

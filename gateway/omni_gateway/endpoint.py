@@ -171,6 +171,11 @@ class Run:
         self._text_seen = False
         self._samples = 0
 
+    @property
+    def ready(self) -> bool:
+        """Another event is here already."""
+        return self._early is None and self._stream.ready
+
     def __aiter__(self) -> "Run":
         return self
 

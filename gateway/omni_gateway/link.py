@@ -89,6 +89,10 @@ class BusStream:
         self._news.set()
 
     @property
+    def ready(self) -> bool:
+        return bool(self._arrived)
+
+    @property
     def failed(self) -> bool:
         return self._error is not None
 

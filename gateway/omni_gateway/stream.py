@@ -61,6 +61,11 @@ class Stream(Protocol):
 
     request_id: str
 
+    @property
+    def ready(self) -> bool:
+        """Another event is here already: who writes to a client may write both at once."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Event]:
         """Ends after the last event of every output. Raises OmniError when the request failed (also in mid-stream).
 

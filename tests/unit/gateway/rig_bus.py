@@ -197,6 +197,8 @@ class RigBus:
 class RigStream:
     """Implements `stream.Stream`."""
 
+    ready = False
+
     def __init__(self, bus: RigBus, request_id: str, ask: Ask) -> None:
         self.request_id = request_id
         self._bus = bus
