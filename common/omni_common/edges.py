@@ -101,7 +101,7 @@ class OutEdge:
             if self._passed_over(chunk):
                 self.cursor += 1
                 continue
-            if self.sent_chunks >= self.limit_chunks or self.sent_bytes >= self.limit_bytes:
+            if chunk.evicted or self.sent_chunks >= self.limit_chunks or self.sent_bytes >= self.limit_bytes:
                 break
             self.cursor += 1
             taken.append(
@@ -148,7 +148,7 @@ class OutEdge:
         return [chunk for chunk in self.log[: self.cursor] if chunk.in_arena and chunk.end <= self.acknowledged]
 
 
-Verdict = Literal["new", "duplicate", "gap", "stale"]
+Verdict = Literal["new", "duplicate", "gap", "torn", "stale"]
 
 
 @dataclass(slots=True)
@@ -198,11 +198,14 @@ class InEdge:
     def fence(self) -> None:
         self.fenced = True
 
-    def relink(self, link: Link) -> Grant | None:
-        """The producer was placed anew: go on from here. None when everything has arrived already."""
+    def relink(self, link: Link) -> Grant:
+        """The producer was placed anew: go on from here.
+
+        Also when everything has arrived: the producer, which computes again for others, then passes over it.
+        """
         self.link = link
         self.fenced = False
-        return None if self.ended else self.reopen()
+        return self.reopen()
 
     def reopen(self) -> Grant:
         """Have everything sent that is not here, counted anew."""
@@ -220,15 +223,19 @@ class InEdge:
         """Judge a chunk and, when it is new, move on.
 
         `stale`: of another incarnation than the placed one, or of an earlier opening; `gap`: something before it is
-        missing, or it begins in the middle of what was received; `duplicate`: all of it was received already.
+        missing; `torn`: a part of it was received, so it was cut elsewhere than its former self; `duplicate`: all of it
+        was received already.
         """
         if self.fenced or chunk.source != self.link.incarnation or chunk.opening != self.opening:
             return "stale"
         if self.ended or chunk.seq < self.seq:
             self.duplicates += 1
             return "duplicate"
-        if chunk.seq > self.seq or chunk.start != self.position:
+        if chunk.seq > self.seq or chunk.start > self.position:
             return "gap"
+        if chunk.start < self.position:
+            self.fenced = True
+            return "torn"
         self.seq += 1
         self.position = chunk.end
         self._received_chunks += 1

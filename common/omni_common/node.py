@@ -274,12 +274,11 @@ class Node:
             return
         link = relink.link
         incoming = request.ins.get(link.edge)
-        if incoming is not None:
-            grant = incoming.relink(link)
-            if grant is not None:
-                self._send(link, grant)
+        # A scheduler that came back restates every link.
+        if incoming is not None and (incoming.fenced or incoming.link.incarnation != link.incarnation):
+            self._send(link, incoming.relink(link))
         out = request.outs.get(link.edge)
-        if out is not None:
+        if out is not None and out.link.incarnation != link.incarnation:
             out.relink(link)
             self._take_early_grant(out)
             self._pump(out)
@@ -399,6 +398,8 @@ class Node:
             self.stale_chunks += 1
             if verdict == "duplicate":
                 self.duplicates += 1
+            elif verdict == "torn":
+                self._on_gap(chunk.request_id, f"{chunk.edge} was cut elsewhere than before at {chunk.start}")
             elif verdict == "gap" and edge is not None:
                 self._reopen(edge, f"number {chunk.seq} came instead of {edge.seq}")
             return

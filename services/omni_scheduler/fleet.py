@@ -23,7 +23,7 @@ class Peer:
     progress: float = 0.0
     #: Requests placed here that are not closed.
     placed: set[str] = field(default_factory=set)
-    #: A request that may have killed a replica and runs here with no other; empty: none.
+    #: A request that may have killed a replica and runs here, or will, with no other; empty: none.
     alone: str = ""
 
     @property
@@ -78,19 +78,29 @@ class Fleet:
     def of_stage(self, stage: str) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.hello.stage == stage]
 
-    def choose(self, stage: str, alone: bool = False) -> Peer | None:
-        """The ready replica with the smallest share of its slots taken, or (`alone`) one with none taken.
+    def choose(self, stage: str, suspect: str = "") -> Peer | None:
+        """The ready replica with the smallest share of its slots taken, for a `suspect` request one with none taken.
 
         None when all are full, kept for a suspect, or none is ready.
         """
-        able = [
-            peer
-            for peer in self.of_stage(stage)
-            if peer.ready and peer.free > 0 and (not peer.alone or peer.alone not in peer.placed)
-        ]
-        if alone:
+        able = [peer for peer in self.of_stage(stage) if peer.ready and peer.free > 0 and peer.alone in ("", suspect)]
+        if suspect:
             able = [peer for peer in able if not peer.placed]
         return min(able, key=lambda peer: (len(peer.placed) / peer.hello.slots, peer.name), default=None)
+
+    def reserve(self, stage: str, suspect: str) -> None:
+        """Let the least loaded replica run empty for a suspect; else requests that come later would never let it."""
+        able = [peer for peer in self.of_stage(stage) if peer.ready]
+        if any(peer.alone == suspect for peer in able):
+            return
+        free = [peer for peer in able if not peer.alone]
+        if free:
+            min(free, key=lambda peer: (len(peer.placed), peer.name)).alone = suspect
+
+    def free_reserved(self, suspect: str) -> None:
+        for peer in self.peers.values():
+            if peer.alone == suspect:
+                peer.alone = ""
 
     def missing(self, stages: Iterable[str]) -> list[str]:
         """Those of `stages` that have no ready replica."""

@@ -86,6 +86,8 @@ class Scheduler:
         self.recovering: dict[str, None] = {}
         #: What workers held when they came to this (new) scheduler, until a gateway submits it or the time is over.
         self._held: dict[str, list[tuple[Peer, Holding]]] = {}
+        #: Failures of such requests.
+        self._failures: dict[str, list[tuple[str, Failed]]] = {}
         self._claims_end: float | None = None
         self.replay_s = 0.0
         self.counts = dict.fromkeys(
@@ -117,12 +119,15 @@ class Scheduler:
 
     def gone(self, incarnation: str, why: str, now: float) -> list[Send]:
         """A peer is dead for certain, or declared so: fence it and settle its requests."""
-        peer = self.fleet.peers.pop(incarnation, None)
-        if peer is None:
-            return []
+        # Also one that has not said hello: its hello may still be on the way.
         self._fenced[incarnation] = why
         while len(self._fenced) > FENCED:
             del self._fenced[next(iter(self._fenced))]
+        peer = self.fleet.peers.pop(incarnation, None)
+        if peer is None:
+            return []
+        for claims in self._held.values():
+            claims[:] = [(holder, holding) for holder, holding in claims if holder is not peer]
         self.changed = True
         self.counts["deaths"] += not why.startswith("left")
         sends = [Send(incarnation, Fenced(why))] if "silent" in why or "hung" in why else []
@@ -172,6 +177,7 @@ class Scheduler:
             for peer, _ in held:
                 sends.append(Send(peer.incarnation, Close(request_id, "its gateway is gone")))
         self._held.clear()
+        self._failures.clear()
         for request_id in list(self.recovering):
             sends += self._apply(self.requests[request_id], Unclaimed(now))
         return sends
@@ -227,6 +233,8 @@ class Scheduler:
             return []
         if peer.incarnation in request.holders:
             return []
+        if holding.stage not in request.claimable:
+            return [Send(peer.incarnation, Close(holding.request_id, "placed elsewhere"))]
         peer.placed.add(holding.request_id)
         replica = Assignment(holding.stage, peer.incarnation, peer.hello.inbox)
         return self._apply(request, Claimed(replica, holding.attempt))
@@ -286,6 +294,8 @@ class Scheduler:
             sends += self._claim(peer, holding)
         if self._claims_end == 0.0:
             sends += self._apply(request, Unclaimed(now))
+        for failing, failed in self._failures.pop(request.request_id, []):
+            sends += self._apply(request, StageFailed(failed, failing))
         return sends
 
     def _reject(self, peer: Peer, submit: Submit, code: str, message: str) -> list[Send]:
@@ -301,6 +311,7 @@ class Scheduler:
     def _disown(self, peer: Peer, request_id: str) -> list[Send]:
         """A request that ended while there was no scheduler: workers that still have it are told."""
         held = self._held.pop(request_id, [])
+        self._failures.pop(request_id, None)
         closes = [Send(holder.incarnation, Close(request_id, "it has ended")) for holder, _ in held]
         return [*closes, Send(peer.incarnation, Closed(request_id))]
 
@@ -318,6 +329,9 @@ class Scheduler:
 
     def _failed(self, peer: Peer, failed: Failed, now: float) -> list[Send]:
         request = self.requests.get(failed.request_id)
+        if request is None and failed.request_id in self._held:
+            # Told again to a new scheduler, before its gateway is here.
+            self._failures.setdefault(failed.request_id, []).append((peer.incarnation, failed))
         if request is None or peer.incarnation not in request.holders:
             return []
         if failed.status >= 500:
@@ -349,6 +363,7 @@ class Scheduler:
                 self.counts["admitted"] += request.phase is Phase.RUNNING
             if request.phase in ENDED:
                 self.counts[request.phase.value] += 1
+                self.fleet.free_reserved(request.request_id)
             if request.phase is Phase.RECOVERING:
                 self.recovering[request.request_id] = None
             else:
@@ -365,9 +380,11 @@ class Scheduler:
             chosen = self._choose(request)
             if not chosen:
                 continue
+            self.fleet.free_reserved(request_id)
             for stage, peer in chosen.items():
                 peer.placed.add(request_id)
-                peer.alone = request_id if request.is_suspect(stage) else ""
+                if request.is_suspect(stage):
+                    peer.alone = request_id
             replicas = {stage: Assignment(stage, peer.incarnation, peer.hello.inbox) for stage, peer in chosen.items()}
             for stage in request.lost:
                 waited = now - request.lost[stage].since
@@ -389,8 +406,11 @@ class Scheduler:
         """A replica for every stage that the request needs now; empty when there is none for one of them."""
         chosen = {}
         for stage in request.needs:
-            peer = self.fleet.choose(stage, alone=request.is_suspect(stage))
+            suspect = request.request_id if request.is_suspect(stage) else ""
+            peer = self.fleet.choose(stage, suspect)
             if peer is None:
+                if suspect:
+                    self.fleet.reserve(stage, suspect)
                 return {}
             chosen[stage] = peer
         return chosen

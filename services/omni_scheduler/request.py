@@ -429,15 +429,27 @@ def _claimed(request: Request, event: Claimed) -> list[Send]:
     request.replicas[stage] = event.replica
     request.holders.add(event.replica.incarnation)
     del request.lost[stage]
-    if not request.lost:
-        request.phase = Phase.RUNNING
-    return []
+    if request.lost:
+        return []
+    request.phase = Phase.RUNNING
+    return _restate_links(request)
+
+
+def _restate_links(request: Request) -> list[Send]:
+    """Words of an earlier scheduler may have died with it: tell every live end of an edge who the other is."""
+    sends = []
+    for source, target in request.plan.edges:
+        if source not in request.lost and target not in request.lost:
+            for end, other in ((source, target), (target, source)):
+                frame = Relink(request.request_id, request.link(source, target, other))
+                sends.append(Send(request.end(end)[0], frame))
+    return sends
 
 
 def _unclaimed(request: Request, event: Unclaimed) -> list[Send]:
     """What nobody claimed died while there was no scheduler."""
     unclaimed, request.claimable = request.claimable, set()
-    sends = []
+    sends = _restate_links(request)
     for stage in request.plan.stages:
         if stage in unclaimed:
             request.lost[stage].since = event.now

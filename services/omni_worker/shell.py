@@ -75,6 +75,8 @@ class Worker:
         self._incarnation = new_incarnation()
         self._state = State(state="loading", detail="starting")
         self._attempts: dict[str, int] = {}
+        #: What was told to the scheduler and not closed yet: another one is told again.
+        self._failures: dict[str, Failed] = {}
         self._blocked: set[str] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -164,6 +166,9 @@ class Worker:
 
     def _on_welcome(self, again: bool) -> None:
         self._member.send(self._state)
+        if again:
+            for failed in self._failures.values():
+                self._member.send(failed)
 
     def _on_end(self, reason: str) -> None:
         self._stop.request(f"told to end: {reason}", status=3)
@@ -276,23 +281,24 @@ class Worker:
         attempt = self._attempts.get(request_id)
         if attempt is None:
             return
-        self._member.send(
-            Failed(
-                request_id,
-                failure.code,
-                failure.message,
-                self._stage_name,
-                failure.status,
-                failure.param,
-                attempt,
-            )
+        failed = Failed(
+            request_id,
+            failure.code,
+            failure.message,
+            self._stage_name,
+            failure.status,
+            failure.param,
+            attempt,
         )
+        self._failures[request_id] = failed
+        self._member.send(failed)
 
     def _used(self, used: Used) -> None:
         self._node.used(used.request_id, used.edge, used.nbytes)
 
     def _dropped(self, dropped: Dropped) -> None:
         self._attempts.pop(dropped.request_id, None)
+        self._failures.pop(dropped.request_id, None)
         if dropped.request_id in self._blocked:
             self._set_blocked(dropped.request_id, False)
         self._member.send(Closed(dropped.request_id))

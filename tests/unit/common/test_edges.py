@@ -124,14 +124,16 @@ def test_a_producer_placed_anew_sends_only_what_is_missing() -> None:
     assert [decision.start for decision in incoming.decisions] == [0, 1, 2]
     reborn = OutEdge("r", out.link, "inc-a2", 2)
     grant = incoming.relink(Link("a>b", "a", "inc-a2", "ipc://a2"))
-    assert grant is not None and grant.position == 3
+    assert grant.position == 3
     assert reborn.grant(grant)
     for start in range(5):
         reborn.offer(chunk_of(start, last=start == 4))
         for chunk in reborn.take():
             assert incoming.accept(chunk) == "new"
     assert incoming.position == 5 and incoming.ended
-    assert incoming.relink(Link("a>b", "a", "inc-a3", "ipc://a3")) is None, "it has everything"
+    late = OutEdge("r", out.link, "inc-a3", 3, [chunk_of(start, last=start == 4) for start in range(5)])
+    assert late.grant(incoming.relink(Link("a>b", "a", "inc-a3", "ipc://a3")))
+    assert late.take() == [] and not late.waiting, "it has everything"
 
 
 def test_a_consumer_placed_anew_gets_everything_again() -> None:
@@ -208,9 +210,7 @@ def test_deaths_at_any_point_lose_and_double_nothing(total: int, window: int, ch
             link = Link("a>b", "a", f"a{lives}", "ipc://a")
             out, made = OutEdge("r", out.link, link.incarnation, lives), 0
             grants = deque()
-            grant = incoming.relink(link)
-            if grant:
-                grants.append(grant)
+            grants.append(incoming.relink(link))
         elif choice == 6 and lives < 20:
             lives += 1
             link = Link("a>b", "b", f"b{lives}", "ipc://b")

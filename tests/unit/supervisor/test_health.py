@@ -1,5 +1,10 @@
+import os
+import socket
+
+import pytest
+
 from omni_common.frames import Fleet, Replica, StageStatus
-from omni_supervisor.health import UNKNOWN_S, Announcer, Look, Watchdog
+from omni_supervisor.health import FENCED_S, UNKNOWN_S, Announcer, Look, Watchdog, listens
 
 STAGES = {"talker", "code2wav"}
 OWN = {10, 11}
@@ -67,28 +72,38 @@ def test_a_gateway_that_says_no_is_believed() -> None:
 
 def test_watchdog_leaves_a_healthy_worker_alone() -> None:
     dog = Watchdog(started=0.0, load_s=30.0)
-    assert dog.verdict(29.0, known=True, ready=False) == ""
-    assert dog.verdict(30.0, known=True, ready=True) == ""
-    assert dog.verdict(1e6, known=True, ready=False) == ""
+    assert dog.verdict(29.0, scheduler="a", known=True, ready=False) == ""
+    assert dog.verdict(30.0, scheduler="a", known=True, ready=True) == ""
+    assert dog.verdict(1e6, scheduler="a", known=True, ready=False) == ""
 
 
 def test_watchdog_ends_a_start_that_takes_too_long() -> None:
     dog = Watchdog(started=0.0, load_s=30.0)
-    assert dog.verdict(31.0, known=False, ready=False) == "not ready after 30 s"
+    assert dog.verdict(31.0, scheduler="a", known=False, ready=False) == "not ready after 30 s"
 
 
-def test_watchdog_ends_what_the_scheduler_has_given_up() -> None:
+@pytest.mark.parametrize(("scheduler", "patience"), [("a", FENCED_S), ("b", UNKNOWN_S)])
+def test_watchdog_ends_what_is_not_listed_any_more(scheduler: str, patience: float) -> None:
+    """By the scheduler that knew it soon, by a new one later."""
     dog = Watchdog(started=0.0, load_s=30.0)
-    dog.verdict(1.0, known=True, ready=True)
+    dog.verdict(1.0, scheduler="a", known=True, ready=True)
     # First look after a long silence of the gateway: the time is counted from here.
-    assert dog.verdict(500.0, known=False, ready=False) == ""
-    assert dog.verdict(500.0 + UNKNOWN_S, known=False, ready=False) == ""
-    assert "given it up" in dog.verdict(501.0 + UNKNOWN_S, known=False, ready=False)
+    assert dog.verdict(500.0, scheduler=scheduler, known=False, ready=False) == ""
+    assert dog.verdict(500.0 + patience, scheduler=scheduler, known=False, ready=False) == ""
+    assert "does not list it" in dog.verdict(500.1 + patience, scheduler=scheduler, known=False, ready=False)
 
 
 def test_watchdog_forgives_who_comes_back() -> None:
     dog = Watchdog(started=0.0, load_s=30.0)
-    dog.verdict(1.0, known=True, ready=True)
-    dog.verdict(2.0, known=False, ready=False)
-    dog.verdict(3.0, known=True, ready=True)
-    assert dog.verdict(4.0 + UNKNOWN_S, known=False, ready=False) == ""
+    dog.verdict(1.0, scheduler="a", known=True, ready=True)
+    dog.verdict(2.0, scheduler="a", known=False, ready=False)
+    dog.verdict(3.0, scheduler="a", known=True, ready=True)
+    assert dog.verdict(4.0 + UNKNOWN_S, scheduler="a", known=False, ready=False) == ""
+
+
+def test_a_process_that_listens_is_known_from_outside() -> None:
+    before = listens(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)):
+        assert listens(os.getpid())
+    assert listens(os.getpid()) == before
+    assert not listens(2**22 + 1)

@@ -5,7 +5,7 @@ from omni_common.pipeline import Pipeline, Stage, Task
 from omni_common.service import pipeline_arguments
 from omni_supervisor.cli import main
 from omni_supervisor.describe import describe
-from omni_supervisor.plan import pipeline_flags, plan
+from omni_supervisor.plan import Plan, Unit, pipeline_flags
 from omni_supervisor.serve import add_arguments, example, local_url
 
 
@@ -13,6 +13,10 @@ def serve_arguments(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(argv)
+
+
+def plan(arguments: argparse.Namespace, pipelines: dict[str, Pipeline]) -> list[Unit]:
+    return Plan(arguments, pipelines, Path("/run/x")).units()
 
 
 def pipeline(name: str, *stages: str, replicas: int = 1) -> Pipeline:
@@ -28,15 +32,22 @@ def pipeline(name: str, *stages: str, replicas: int = 1) -> Pipeline:
 
 def test_a_process_a_replica_and_shared_stages_once() -> None:
     both = {"a": pipeline("a", "thinker", "talker", replicas=2), "b": pipeline("b", "talker", replicas=2)}
-    units = plan(serve_arguments(), both, Path("/run/x"))
+    units = plan(serve_arguments(), both)
     assert [u.name for u in units] == ["scheduler", "thinker-0", "thinker-1", "talker-0", "talker-1", "gateway"]
     assert [u.stage for u in units if u.role == "worker"] == ["thinker", "thinker", "talker", "talker"]
     assert units[1].load_s == 7.0
 
 
 def test_a_stage_may_be_left_to_workers_that_join() -> None:
-    units = plan(serve_arguments(), {"a": pipeline("a", "talker", replicas=0)}, Path("/run/x"))
+    units = plan(serve_arguments(), {"a": pipeline("a", "talker", replicas=0)})
     assert [u.name for u in units] == ["scheduler", "gateway"]
+
+
+def test_further_replicas_are_described_as_the_first_ones_are() -> None:
+    there = Plan(serve_arguments(), {"a": pipeline("a", "talker")}, Path("/run/x"))
+    first, more = there.units()[1], there.worker("talker", 12)
+    assert (more.name, more.stage, more.load_s) == ("talker-12", "talker", 7.0)
+    assert [part.replace("talker-12", "talker-0") for part in more.argv] == list(first.argv)
 
 
 def test_every_process_loads_the_pipelines_as_the_supervisor_did() -> None:
@@ -48,7 +59,7 @@ def test_every_process_loads_the_pipelines_as_the_supervisor_did() -> None:
         "--temperature=0.0",
         "--seed=7",
     )
-    for unit in plan(arguments, {"a": pipeline("a", "talker")}, Path("/run/x")):
+    for unit in plan(arguments, {"a": pipeline("a", "talker")}):
         parser = argparse.ArgumentParser()
         pipeline_arguments(parser)
         mine, _ = parser.parse_known_args(unit.argv[4:])
@@ -60,8 +71,9 @@ def test_every_process_loads_the_pipelines_as_the_supervisor_did() -> None:
 def test_addresses_and_keys_are_the_gateways_alone(monkeypatch) -> None:
     monkeypatch.setenv("OMNI_API_KEY", "k1 k2")
     arguments = serve_arguments("--port=81", "--host=::", "--api-key=k3", "--cors-origin=null", "--cors-origin=app://x")
-    *others, gateway = plan(arguments, {"a": pipeline("a", "talker")}, Path("/run/x"))
-    assert gateway.argv[-6:] == ("--host", "::", "--port", "81", "--cors-origin=null", "--cors-origin=app://x")
+    *others, gateway = plan(arguments, {"a": pipeline("a", "talker")})
+    flags = ("--host", "::", "--port", "81", "--reuse-port", "--cors-origin=null", "--cors-origin=app://x")
+    assert gateway.argv[-7:] == flags
     assert gateway.env == {"OMNI_API_KEY": "k1 k2 k3"}
     assert not any("k3" in flag for unit in (*others, gateway) for flag in unit.argv)
     assert not any(unit.env for unit in others)
