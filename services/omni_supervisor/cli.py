@@ -13,7 +13,9 @@ from omni_common.paths import deploy_file, models_dir
 from omni_common.pipeline_check import PipelineError
 from omni_common.service import load_arguments, pipeline_arguments
 from omni_supervisor import commands, serve
+from omni_supervisor.control import find_supervisor, send_order
 from omni_supervisor.describe import describe
+from omni_supervisor.orders import ALL, MAX_REPLICAS, Drain, Order, Restart, Scale
 from omni_supervisor.plan import API_KEYS
 from omni_supervisor.prepare import list_names, load_list, prepare
 
@@ -73,6 +75,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="as the server says it")
     _client_arguments(command)
 
+    command = add("drain", _order, "Let a worker of this machine's omni serve finish and go; it is not started again.")
+    command.add_argument("target", help="a stage (all of its replicas) or one replica, as talker or talker-0")
+    command.set_defaults(order=lambda arguments: Drain(arguments.target))
+    _run_dir_argument(command)
+
+    command = add("restart", _order, "Replace processes one after another; no request fails by it.")
+    command.add_argument("target", help=f"a stage, a replica, scheduler, gateway, or {ALL}")
+    command.add_argument(
+        "--stop-first",
+        action="store_true",
+        help="end the old process before the new one starts, where both do not fit; requests wait meanwhile",
+    )
+    command.set_defaults(order=lambda arguments: Restart(arguments.target, arguments.stop_first))
+    _run_dir_argument(command)
+
+    command = add("scale", _order, "Run so many replicas of a stage; those that are too many finish and go.")
+    command.add_argument("scale", type=_scale, metavar="STAGE=COUNT", help="as talker=3")
+    command.set_defaults(order=lambda arguments: arguments.scale)
+    _run_dir_argument(command)
+
     command = add("validate", _validate, "Check pipelines and show their graph.")
     command.add_argument("pipelines", metavar="PIPELINE", help="name, or file; several with commas")
     pipeline_arguments(command)
@@ -98,6 +120,29 @@ def _client_arguments(command: argparse.ArgumentParser, model: str = "") -> None
     command.add_argument("--url", default=url, help=f"default {url}")
     key = next(iter(os.environ.get(API_KEYS, "").split()), "")
     command.add_argument("--api-key", default=key, metavar="KEY", help=f"default ${API_KEYS}")
+
+
+def _run_dir_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="of the omni serve that is meant, if several run")
+
+
+def _scale(text: str) -> Scale:
+    stage, _, count = text.partition("=")
+    if not stage or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not STAGE=COUNT, as talker=3")
+    if int(count) > MAX_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{text}: a stage has 0 to {MAX_REPLICAS} replicas")
+    return Scale(stage, int(count))
+
+
+def _order(arguments: argparse.Namespace) -> int:
+    asyncio.run(_follow(find_supervisor(arguments.run_dir), arguments.order(arguments)))
+    return 0
+
+
+async def _follow(path: Path, order: Order) -> None:
+    async for said in send_order(path, order):
+        print(said, flush=True)
 
 
 _TALKS = {"ask": commands.ask, "say": commands.say, "transcribe": commands.transcribe, "status": commands.status}

@@ -31,7 +31,7 @@ class Client:
                 session.request(method, self._url + path, **content) as answer,
             ):
                 if answer.status >= 400:
-                    raise _refusal(answer.status, await answer.read())
+                    raise refusal(answer.status, await answer.read())
                 yield answer
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
             raise OmniError(f"{self._url} is not a URL; --url wants http://HOST:PORT") from None
@@ -54,12 +54,12 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
             return
         event = msgspec.json.decode(data)
         if "error" in event:
-            raise _refusal(answer.status, data.encode())
+            raise refusal(answer.status, data.encode())
         yield event
     raise OmniError("the answer broke off before its end")
 
 
-def _refusal(status: int, body: bytes) -> OmniError:
+def refusal(status: int, body: bytes) -> OmniError:
     """The server's error object as one line; any other body shortened."""
     try:
         error = msgspec.json.decode(body)["error"]

@@ -1,7 +1,10 @@
 """How the running system is, seen through the gateway, and what to tell people about it."""
 
+import contextlib
+import os
 from collections.abc import Collection, Set
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,8 +15,12 @@ from omni_common.frames import Fleet
 
 #: Seconds for an answer of the gateway on this host.
 TIMEOUT_S = 2.0
-#: Seconds that the scheduler may not know a worker which it knew, while the worker's process lives.
+#: Seconds until a worker must have found a scheduler that is new.
 UNKNOWN_S = 10.0
+#: Seconds that a process may take to end once the scheduler which knew it has declared it dead, or heard its goodbye.
+FENCED_S = 3.0
+#: State of a listening socket in /proc/net/tcp.
+_LISTEN = "0A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,21 @@ class Announcer:
         return Condition(not missing, missing=frozenset(missing))
 
 
+def listens(pid: int) -> bool:
+    """The process has a TCP socket that listens: clients can connect."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+            listening |= {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTEN}
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor) in listening:
+                    return True
+    return False
+
+
 class Watchdog:
     """Watches one life of a worker process for what its exit cannot tell: that it is stuck. Pure."""
 
@@ -112,19 +134,25 @@ class Watchdog:
         self._load_until = started + load_s
         self._load_s = load_s
         self._was_ready = False
-        self._was_known = False
+        #: The scheduler that knew it last.
+        self._known_to = ""
         self._unknown_since: float | None = None
 
-    def verdict(self, now: float, *, known: bool, ready: bool) -> str:
-        """Why the process has to be killed, empty if it has not. `known`: the scheduler lists it."""
+    def verdict(self, now: float, *, scheduler: str, known: bool, ready: bool) -> str:
+        """Why the process has to be killed, empty if it has not.
+
+        `known`: the scheduler with incarnation `scheduler` lists it. One that is new may not have heard of it yet; one
+        that knew it has declared it dead, and only a fresh process can take part again.
+        """
         self._was_ready |= ready
-        self._was_known |= known
-        if known or not self._was_known:
+        if known:
+            self._known_to = scheduler
             self._unknown_since = None
-        elif self._unknown_since is None:
+        elif self._known_to and self._unknown_since is None:
             self._unknown_since = now
         if not self._was_ready and now > self._load_until:
             return f"not ready after {self._load_s:g} s"
-        if self._unknown_since is not None and now - self._unknown_since > UNKNOWN_S:
-            return f"the scheduler has given it up and it has not ended in {UNKNOWN_S:g} s"
+        patience = FENCED_S if scheduler == self._known_to else UNKNOWN_S
+        if self._unknown_since is not None and now - self._unknown_since > patience:
+            return f"the scheduler does not list it, and it has not ended in {patience:g} s"
         return ""

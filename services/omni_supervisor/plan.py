@@ -36,22 +36,40 @@ def stages_of(pipelines: Iterable[Pipeline]) -> dict[str, Stage]:
     return {name: stage for pipeline in pipelines for name, stage in pipeline.stages.items()}
 
 
-def plan(arguments: argparse.Namespace, pipelines: dict[str, Pipeline], run_dir: Path) -> list[Unit]:
-    """Scheduler, a worker for every replica of every stage, gateway: in the order in which they are started.
+def worker_name(stage: str, number: int) -> str:
+    return f"{stage}-{number}"
 
-    `arguments` are those of `omni serve`.
-    """
-    common = ["--run-dir", str(run_dir), "--log-level", arguments.log_level, *pipeline_flags(arguments)]
-    units = [Unit("scheduler", "scheduler", _module("omni_scheduler.main", common))]
-    for name, stage in stages_of(pipelines.values()).items():
-        for replica in (f"{name}-{index}" for index in range(stage.replicas)):
-            argv = _module("omni_worker.main", ["--stage", name, "--name", replica, *common])
-            units.append(Unit(replica, "worker", argv, name, stage.load_s))
-    flags = ["--host", arguments.host, "--port", str(arguments.port)]
-    flags += _repeated("--cors-origin", arguments.cors_origin)
-    # Other users of the machine can read arguments, not the environment.
-    env = {API_KEYS: " ".join(arguments.api_key)} if arguments.api_key else {}
-    return [*units, Unit("gateway", "gateway", _module("omni_gateway.main", [*common, *flags]), env=env)]
+
+class Plan:
+    """The units of one system. `arguments` are those of `omni serve`."""
+
+    def __init__(self, arguments: argparse.Namespace, pipelines: dict[str, Pipeline], run_dir: Path) -> None:
+        self.stages = stages_of(pipelines.values())
+        self._arguments = arguments
+        self._common = ["--run-dir", str(run_dir), "--log-level", arguments.log_level, *pipeline_flags(arguments)]
+
+    def units(self) -> list[Unit]:
+        """Scheduler, a worker for every replica of every stage, gateway: in the order in which they are started."""
+        workers = [self.worker(name, n) for name, stage in self.stages.items() for n in range(stage.replicas)]
+        return [self._scheduler(), *workers, self._gateway()]
+
+    def worker(self, stage: str, number: int) -> Unit:
+        """Replica `number` of a stage; there may be more than the pipeline file says."""
+        name = worker_name(stage, number)
+        argv = _module("omni_worker.main", ["--stage", stage, "--name", name, *self._common])
+        return Unit(name, "worker", argv, stage, self.stages[stage].load_s)
+
+    def _scheduler(self) -> Unit:
+        return Unit("scheduler", "scheduler", _module("omni_scheduler.main", self._common))
+
+    def _gateway(self) -> Unit:
+        arguments = self._arguments
+        # A successor takes over the port while the gateway still finishes its requests.
+        flags = ["--host", arguments.host, "--port", str(arguments.port), "--reuse-port"]
+        flags += _repeated("--cors-origin", arguments.cors_origin)
+        # Other users of the machine can read arguments, not the environment.
+        env = {API_KEYS: " ".join(arguments.api_key)} if arguments.api_key else {}
+        return Unit("gateway", "gateway", _module("omni_gateway.main", [*self._common, *flags]), env=env)
 
 
 def pipeline_flags(arguments: argparse.Namespace) -> list[str]:

@@ -86,6 +86,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    async def ends(self, within_s: float) -> bool:
+        """Whether it ends within `within_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), within_s)
+        return self.status is not None
+
     async def wait(self) -> int:
         """The exit status, once the child has ended and its last line has been heard."""
         await self._exited.wait()

@@ -5,6 +5,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,8 @@ LOCK = "supervisor.lock"
 def run_folder(given: Path | None, base: Path) -> Iterator[RunDir]:
     """The folder `given`, or a fresh one below `base`; locked inside the block.
 
-    What was made here is removed at the end: the folder, or in a folder that was there only the lock. Raises OmniError
-    when it is in use, its path is too long, or it cannot be made.
+    What was made here is removed at the end: the folder, or in a folder that was there only the lock and the sockets of
+    dead processes. Raises OmniError when it is in use, its path is too long, or it cannot be made.
     """
     if given is None:
         sweep(base)
@@ -40,11 +41,14 @@ def run_folder(given: Path | None, base: Path) -> Iterator[RunDir]:
     if held is None:
         raise OmniError(f"another omni serve uses the run folder {run.path}", code="run_dir_in_use")
     try:
-        if not existed:
+        if existed:
+            clear_dead(run.path)
+        else:
             run.path.chmod(0o770)
         yield run
     finally:
         if existed:
+            clear_dead(run.path)
             (run.path / LOCK).unlink(missing_ok=True)
         else:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -69,6 +73,20 @@ def sweep(base: Path) -> list[Path]:
             os.close(lock)
             swept.append(path)
     return swept
+
+
+def clear_dead(folder: Path) -> None:
+    """Remove the sockets in `folder` that nobody listens at. Connecting disturbs nobody who does."""
+    for path in folder.iterdir():
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink(missing_ok=True)
+                except OSError:
+                    continue
 
 
 def _make(base: Path) -> tuple[Path, int]:

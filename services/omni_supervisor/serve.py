@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from omni_common.errors import OmniError
@@ -15,9 +16,10 @@ from omni_common.paths import models_dir
 from omni_common.pipeline import Pipeline
 from omni_common.run_dir import default_base
 from omni_common.service import DEFAULT_PIPELINES, load_arguments, pipeline_arguments
+from omni_supervisor.control import control_server
 from omni_supervisor.health import Probe
 from omni_supervisor.merged_log import MergedLog
-from omni_supervisor.plan import API_KEYS, plan
+from omni_supervisor.plan import API_KEYS, Plan
 from omni_supervisor.prepare import check_models
 from omni_supervisor.run_folder import run_folder
 from omni_supervisor.supervisor import Supervisor
@@ -55,7 +57,8 @@ def serve(arguments: argparse.Namespace) -> int:
     check_prepared(pipelines.values())
     check_port(arguments.host, arguments.port)
     with run_folder(arguments.run_dir, default_base()) as run:
-        units = plan(arguments, pipelines, run.path)
+        plan = Plan(arguments, pipelines, run.path)
+        units = plan.units()
         log = MergedLog(sys.stdout, width=max(len(unit.name) for unit in units))
         url = local_url(arguments.host, arguments.port)
         started = time.monotonic()
@@ -66,7 +69,10 @@ def serve(arguments: argparse.Namespace) -> int:
                 return [f"{took}: {', '.join(pipelines)} at {url}/v1", f"try: {example(arguments, url)}"]
 
             probe = Probe(url, next(iter(arguments.api_key), ""))
-            return await Supervisor(units, probe, log, on_ready, arguments.stop_timeout).run()
+            workers = {stage: partial(plan.worker, stage) for stage in plan.stages}
+            supervisor = Supervisor(units, workers, probe, log, on_ready, arguments.stop_timeout)
+            async with control_server(run.path, supervisor.carry_out):
+                return await supervisor.run()
 
         return asyncio.run(run_units())
 

@@ -1,41 +1,41 @@
-"""Keeps the processes of one system running: start, watch, restart, stop in order."""
+"""Runs the processes of one system: starts them, watches, carries out orders, stops them in order."""
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-from omni_supervisor.health import Announcer, Look, Probe, Watchdog
+from omni_common.errors import OmniError
+from omni_supervisor.crew import Crew
+from omni_supervisor.health import Announcer, Look, Probe, listens
+from omni_supervisor.keeper import Keeper
 from omni_supervisor.merged_log import MergedLog
-from omni_supervisor.plan import STOP_ORDER, Role, Unit
+from omni_supervisor.orders import Order, steps
+from omni_supervisor.plan import Unit
 from omni_supervisor.process import Child, ParentPipe, spawn
-from omni_supervisor.restart import GiveUp, Policy, Restarts
+from omni_supervisor.restart import Policy
+from omni_supervisor.rollout import Rollout
 
 #: The supervisor's own name in the merged log.
 NAME = "omni"
-#: Seconds between looks at the system: until it is ready, and after.
+#: Seconds between looks at the system: while something is expected to become ready, and else.
 LOOK_SOON_S = 0.2
 LOOK_S = 1.0
 #: Python prints at once, and says where it was when it is killed by a fault.
 CHILD_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-@dataclass(slots=True)
-class _Life:
-    """One run of a unit's process."""
-
-    child: Child
-    watchdog: Watchdog
-    restarts: Restarts
-
-
 class Supervisor:
-    """Runs `units` until it is told to stop. `on_ready()` gives the lines to print when everything is ready."""
+    """Runs `units` until it is told to stop.
+
+    `workers[stage](number)` describes a further replica of a stage. `on_ready()` gives the lines to print when
+    everything is ready.
+    """
 
     def __init__(
         self,
         units: list[Unit],
+        workers: Mapping[str, Callable[[int], Unit]],
         probe: Probe,
         log: MergedLog,
         on_ready: Callable[[], list[str]],
@@ -43,24 +43,30 @@ class Supervisor:
         policy: Policy | None = None,
     ) -> None:
         self._units = units
+        self._workers = workers
         self._probe = probe
         self._log = log
         self._on_ready = on_ready
         self._stop_s = stop_s
         self._policy = policy or Policy()
         self._pipe = ParentPipe()
-        self._lives: dict[str, _Life] = {}
+        self._crew: Crew | None = None
         self._stopping = asyncio.Event()
-        self._killing = False
-        #: Units that were given up.
-        self._lost: set[str] = set()
-        self._clean = True
+        self._order: asyncio.Task[None] | None = None
+        self._doing = ""
+        #: The scheduler that was seen last, and the one that a new scheduler process takes the place of.
+        self._scheduler = ""
+        self._former_scheduler = ""
+        self._hopeless = False
+        #: A process was started, and is to be seen ready.
+        self._started = asyncio.Event()
 
     def stop(self) -> None:
         """Stop in order; called again, kill. Safe from a signal handler of the loop."""
         if self._stopping.is_set():
             self._say("killing what still runs")
-            self._kill()
+            if self._crew:
+                self._crew.kill()
         else:
             self._say("stopping")
             self._stopping.set()
@@ -73,129 +79,99 @@ class Supervisor:
         self._say(f"starting {', '.join(unit.name for unit in self._units)}")
         try:
             async with self._probe, asyncio.TaskGroup() as group:
-                keepers: dict[Role, list[asyncio.Task[None]]] = {role: [] for role in STOP_ORDER}
+                crew = self._crew = Crew(group, self._start, self._policy, self._say, self._on_given_up)
                 for unit in self._units:
-                    keepers[unit.role].append(group.create_task(self._keep(unit), name=unit.name))
-                watcher = group.create_task(self._watch(), name="watch")
+                    crew.add(unit)
+                watcher = group.create_task(self._watch(crew), name="watch")
                 await self._stopping.wait()
                 watcher.cancel()
-                await self._stop_in_order(keepers)
+                if self._order:
+                    self._order.cancel()
+                    await asyncio.wait({self._order})
+                await crew.stop(self._stop_s)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             self._pipe.close()
-        return 0 if self._clean else 1
+        return 1 if crew.killed or self._hopeless else 0
+
+    def carry_out(self, order: Order, say: Callable[[str], None]) -> "asyncio.Task[None]":
+        """Begin to do what is asked for; the task ends when it is done, and raises OmniError when it fails.
+
+        Raises OmniError at once when it cannot be begun: it makes no sense here (404, 409), another order is being
+        carried out (409), or the system stops (503).
+        """
+        if self._crew is None or self._stopping.is_set():
+            raise OmniError("this omni serve is stopping", code="stopping", status=503)
+        if self._order is not None and not self._order.done():
+            raise OmniError(f"busy with another order: {self._doing}", code="busy", status=409)
+
+        def tell(text: str) -> None:
+            self._say(text)
+            say(text)
+
+        todo = steps(order, self._crew.kept(), self._workers)
+        self._doing = str(order)
+        self._say(f"asked to {self._doing}")
+        self._order = asyncio.create_task(Rollout(self._crew, self._workers, tell).run(todo), name="order")
+        return self._order
 
     def _say(self, text: str) -> None:
         self._log.line(NAME, text)
 
-    # ---------------------------------------------------------------------------------------------------- one unit
+    async def _start(self, unit: Unit) -> Child:
+        self._started.set()
+        if unit.role == "scheduler":
+            self._former_scheduler = self._scheduler
+        return await spawn(unit.name, unit.argv, self._pipe, self._log.line, CHILD_ENV | unit.env)
 
-    async def _keep(self, unit: Unit) -> None:
-        restarts = Restarts(self._policy)
-        while not self._stopping.is_set():
-            reason = await self._live(unit, restarts)
-            if self._stopping.is_set():
-                return
-            step = restarts.exited(asyncio.get_running_loop().time())
-            if isinstance(step, GiveUp):
-                self._give_up(unit, f"{unit.name} given up after {step.failed_starts} failed starts: {reason}")
-                return
-            self._say(f"{unit.name} has ended ({reason}), starting it again in {step.after_s:g} s")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), step.after_s)
-
-    async def _live(self, unit: Unit, restarts: Restarts) -> str:
-        """Run the unit's process once; returns why it ended."""
-        started = asyncio.get_running_loop().time()
-        try:
-            child = await spawn(unit.name, unit.argv, self._pipe, self._log.line, CHILD_ENV | unit.env)
-        except OSError as error:
-            return f"cannot be started: {error.strerror}"
-        self._lives[unit.name] = _Life(child, Watchdog(started, unit.load_s), restarts)
-        try:
-            if self._killing:
-                child.signal(signal.SIGKILL)
-            elif self._stopping.is_set():
-                child.signal(signal.SIGTERM)
-            await child.wait()
-        finally:
-            del self._lives[unit.name]
-            child.signal(signal.SIGKILL)
-        return child.reason()
-
-    def _give_up(self, unit: Unit, why: str) -> None:
+    def _on_given_up(self, keeper: Keeper) -> None:
         """A system without its scheduler, its gateway or any worker serves nobody; without one stage it is degraded."""
-        self._say(why)
-        self._clean = False
-        self._lost.add(unit.name)
-        workers = {other.name for other in self._units if other.role == "worker"}
-        if unit.role != "worker" or workers <= self._lost:
+        self._say(keeper.given_up)
+        self._hopeless = True
+        assert self._crew is not None
+        workers = [unit for unit in self._crew.kept() if unit.role == "worker"]
+        if keeper.unit.role != "worker" or all(unit.lost for unit in workers):
             self._stopping.set()
 
     # ---------------------------------------------------------------------------------------------------- the system
 
-    async def _watch(self) -> None:
+    async def _watch(self, crew: Crew) -> None:
         announcer = Announcer({unit.stage for unit in self._units if unit.stage})
         has_workers = any(unit.role == "worker" for unit in self._units)
-        wait = LOOK_SOON_S
         while True:
             look = await self._probe.look()
-            own = {life.child.pid for name, life in self._lives.items() if self._unit(name).role == "worker"}
+            own = {k.child.pid for k in crew.keepers if k.child and k.unit.role == "worker"}
+            self._judge(crew.keepers, look, own)
             line = announcer.line(look, own if has_workers else None)
             if line == "ready":
-                wait = LOOK_S
                 for text in self._on_ready():
                     self._say(text)
             elif line:
                 self._say(line)
-            self._judge(look, own)
-            await asyncio.sleep(wait)
+            if all(keeper.settled for keeper in crew.keepers):
+                self._started.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._started.wait(), LOOK_S)
+            else:
+                await asyncio.sleep(LOOK_SOON_S)
 
-    def _unit(self, name: str) -> Unit:
-        return next(unit for unit in self._units if unit.name == name)
-
-    def _judge(self, look: Look, own: set[int]) -> None:
-        """Tell each life what the look says of it, and kill what is stuck."""
-        if look.fleet is None:
-            return
-        known = {(replica.stage, replica.pid): replica.state for replica in look.fleet.replicas}
-        if not own & {replica.pid for replica in look.fleet.replicas}:
+    def _judge(self, keepers: list[Keeper], look: Look, own: set[int]) -> None:
+        """Tell the keepers what the look says of their processes."""
+        for keeper in keepers:
+            waits = keeper.unit.role == "gateway" and not keeper.ready.is_set()
+            if waits and keeper.child and listens(keeper.child.pid):
+                keeper.serves()
+        if look.fleet is None or (own and not own & {replica.pid for replica in look.fleet.replicas}):
             return  # Perhaps another server answers at this address.
+        self._scheduler = look.fleet.scheduler
+        states = {(replica.stage, replica.pid): replica.state for replica in look.fleet.replicas}
         now = asyncio.get_running_loop().time()
-        for name, life in self._lives.items():
-            unit = self._unit(name)
-            if unit.role != "worker":
-                life.restarts.ready(now)
-                continue
-            state = known.get((unit.stage, life.child.pid))
-            if state == "ready":
-                life.restarts.ready(now)
-            why = life.watchdog.verdict(now, known=state is not None, ready=state == "ready")
-            if why:
-                self._say(f"killing {name}: {why}")
-                life.child.signal(signal.SIGKILL)
-
-    # ----------------------------------------------------------------------------------------------------- the end
-
-    async def _stop_in_order(self, keepers: dict[Role, list[asyncio.Task[None]]]) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._stop_s
-        for role in STOP_ORDER:
-            for name, life in self._lives.items():
-                if self._unit(name).role == role:
-                    life.child.signal(signal.SIGTERM)
-            if not keepers[role]:
-                continue
-            _, late = await asyncio.wait(keepers[role], timeout=max(0.0, deadline - loop.time()))
-            if late:
-                names = ", ".join(sorted(task.get_name() for task in late))
-                self._say(f"killing {names}: not ended {self._stop_s:g} s after it was told to stop")
-                self._kill()
-                await asyncio.wait(late)
-
-    def _kill(self) -> None:
-        self._killing = True
-        self._clean = False
-        for life in self._lives.values():
-            life.child.signal(signal.SIGKILL)
+        for keeper in keepers:
+            if keeper.unit.role == "scheduler" and self._scheduler != self._former_scheduler:
+                keeper.serves()
+            elif keeper.unit.role == "worker" and keeper.child:
+                state = states.get((keeper.unit.stage, keeper.child.pid))
+                if state == "ready":
+                    keeper.serves()
+                keeper.judge(now, scheduler=self._scheduler, known=state is not None)

@@ -7,14 +7,18 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from e2e.clients.api import Api, say
 from omni_common.frames import Fleet, Replica
@@ -144,7 +148,8 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     }
     override.write_text(json.dumps({"services": changes}))
     compose = Compose(find_compose(), override)
-    compose("build", timeout_s=BUILD_S)
+    # One service of each image.
+    compose("build", "scheduler", "talker", timeout_s=BUILD_S)
     try:
         yield compose
     finally:
@@ -155,6 +160,20 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
 async def api(compose: Compose) -> AsyncIterator[Api]:
     async with aiohttp.ClientSession() as session:
         yield Api(session, compose.url)
+
+
+def pins(lock: Path) -> dict[str, set[str]]:
+    """name==version to the hashes."""
+    entries = re.split(r"^(?=[a-z])", lock.read_text(), flags=re.MULTILINE)[1:]
+    return {entry.split()[0]: set(re.findall(r"--hash=(\S+)", entry)) for entry in entries}
+
+
+def test_the_lock_of_the_core_image_is_part_of_the_lock() -> None:
+    core, full = pins(ROOT / "deploy/docker/requirements-core.lock"), pins(ROOT / "requirements.lock")
+    assert core == {pin: full.get(pin) for pin in core} and all(core.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    assert wanted <= {pin.partition("==")[0] for pin in core}
 
 
 async def test_the_order_of_the_start_does_not_matter(compose: Compose, api: Api) -> None:
@@ -215,12 +234,10 @@ async def test_asked_and_answered_in_text_and_speech(compose: Compose, api: Api)
 async def test_models_are_in_the_image_and_no_network_is_needed(compose: Compose) -> None:
     for stage in WORKERS:
         assert compose.one(stage)["HostConfig"]["NetworkMode"] == "none"
-    core, worker = ("import importlib.util as u; print(*(bool(u.find_spec(m)) for m in %r))" % [names] for names in (
-        ("onnxruntime", "ctranslate2", "xllamacpp", "pip"),
-        ("onnxruntime", "ctranslate2", "xllamacpp"),
-    ))  # fmt: skip
-    assert set(compose.inside("gateway", f'python -c "{core}"').split()) == {"False"}
-    assert set(compose.inside("talker", f'python -c "{worker}"').split()) == {"True"}
+    find = 'python -c "import importlib.util as u; print([m for m in %r.split() if u.find_spec(m)])"'
+    engines = "onnxruntime ctranslate2 xllamacpp"
+    assert compose.inside("gateway", find % f"{engines} pip").strip() == "[]"
+    assert compose.inside("talker", find % f"{engines} pip").strip() == repr(engines.split())
 
 
 async def test_a_talker_that_dies_in_mid_speech_is_restarted_and_goes_on(compose: Compose, api: Api) -> None:
@@ -229,6 +246,7 @@ async def test_a_talker_that_dies_in_mid_speech_is_restarted_and_goes_on(compose
     running = asyncio.create_task(api.speech(LONG))
     await api.wait_for(lambda fleet: ready(fleet, "code2wav")[0].running == 1)
     await asyncio.to_thread(compose.crash, "talker")
+    assert not running.done()
     assert (await running).data == expected.data
     await all_healthy(compose)
     assert compose.one("talker")["RestartCount"] == restarts + 1
@@ -275,6 +293,7 @@ async def test_a_scheduler_that_dies_is_restarted_and_everybody_returns(compose:
     running = asyncio.create_task(api.speech(LONG))
     await api.wait_for(lambda fleet: ready(fleet, "code2wav")[0].running == 1)
     await asyncio.to_thread(compose.crash, "scheduler")
+    assert not running.done()
     assert len((await running).data) > 0
     await until(lambda: compose.one("scheduler")["RestartCount"] == restarts + 1)
     await all_healthy(compose)

@@ -1,89 +1,18 @@
 """`omni serve` with its real processes, on engines that compute nothing."""
 
 import asyncio
-import contextlib
 import json
 import os
-import re
-import select
 import shutil
 import signal
 import socket
-import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
-import psutil
 import pytest
 
-from omni_common.frames import Fleet
 from omni_supervisor.cli import main
-
-PIPELINE = Path(__file__).parents[1] / "pipelines" / "identity3.yaml"
-#: Six Python processes start on a machine that may be loaded.
-PATIENCE_S = 60.0
-OMNI = (sys.executable, "-m", "omni_supervisor.cli")
-
-
-class Serving:
-    """A running `omni serve`; its log is read all the time."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process = process
-        self.port = port
-        self.lines: list[str] = []
-        self._changed = asyncio.Event()
-        self._reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            self.lines.append(line.decode().rstrip())
-            self._changed.set()
-
-    async def seen(self, pattern: str, times: int = 1) -> str:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found := [line for line in self.lines if re.search(pattern, line)]) < times:
-                self._changed.clear()
-                assert not self._reader.done(), self.lines
-                await self._changed.wait()
-        return found[times - 1]
-
-    async def ready(self, times: int = 1) -> None:
-        await self.seen(r"^omni +\| ready after", times)
-
-    def children(self) -> dict[str, psutil.Process]:
-        """By module and, for workers, name."""
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
-            line = child.cmdline()
-            module = line[line.index("-m") + 1].split(".")[0].removeprefix("omni_")
-            found[line[line.index("--name") + 1] if "--name" in line else module] = child
-        return found
-
-    def pids(self) -> dict[str, int]:
-        return {name: child.pid for name, child in self.children().items()}
-
-    async def fleet(self) -> Fleet:
-        omni = await asyncio.create_subprocess_exec(
-            *OMNI, "status", "--json", "--url", f"http://127.0.0.1:{self.port}", stdout=asyncio.subprocess.PIPE
-        )
-        out, _ = await omni.communicate()
-        assert omni.returncode == 0
-        return msgspec.json.decode(out, type=Fleet)
-
-    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-        return await self.wait()
-
-    async def wait(self) -> int:
-        async with asyncio.timeout(PATIENCE_S):
-            status = await self.process.wait()
-            await self._reader
-        return status
+from support.serving import PATIENCE_S, Serving, assert_ends, start
 
 
 @pytest.fixture
@@ -101,32 +30,12 @@ async def serve(base: Path) -> AsyncIterator[Callable]:
     started: list[Serving] = []
 
     async def serve(*flags: str, port: int | None = None) -> Serving:
-        port = port or free_port()
-        process = await asyncio.create_subprocess_exec(
-            *OMNI, "serve", "--pipeline", str(PIPELINE), "--port", str(port), *flags,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        started.append(Serving(process, port))
+        started.append(await start(*flags, port=port))
         return started[-1]
 
     yield serve
     for serving in started:
         await serving.end(signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-def assert_ends(fds: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    for fd in fds:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        assert poll.poll(max(0.0, deadline - time.monotonic()) * 1000), "a process is still alive"
-        os.close(fd)
 
 
 async def test_starts_serves_and_stops_clean(serve, base: Path) -> None:
@@ -170,6 +79,64 @@ async def test_kill_9_of_the_supervisor_leaves_no_orphan_and_nothing_in_the_way(
     assert await again.end() == 0
 
 
+@pytest.mark.parametrize("moment", ["starting", "loading", "draining", "stopped"])
+async def test_kill_9_of_the_supervisor_at_any_moment_leaves_nothing(serve, base: Path, moment: str) -> None:
+    serving = await serve()
+    await serving.seen(r"^omni +\| starting")
+    if moment == "loading":
+        await serving.seen(r"^scheduler \| .* is here")
+    elif moment != "starting":
+        await serving.ready()
+    processes = serving.children()
+    fds = [os.pidfd_open(child.pid) for child in processes.values()]
+    if moment == "draining":
+        serving.process.send_signal(signal.SIGTERM)
+        await serving.seen(r"^omni +\| stopping")
+    elif moment == "stopped":
+        for child in processes.values():
+            child.send_signal(signal.SIGSTOP)
+    assert await serving.end(signal.SIGKILL) == -signal.SIGKILL
+    assert_ends(fds, within_s=10.0)
+    again = await serve()
+    await again.ready()
+    assert await again.end() == 0
+    assert list(base.iterdir()) == []
+
+
+async def test_kill_9_in_a_given_folder_leaves_nothing_in_the_way(serve, base: Path) -> None:
+    folder = base / "kept"
+    folder.mkdir()
+    (folder / "notes").touch()
+    serving = await serve("--run-dir", str(folder))
+    await serving.ready()
+    fds = [os.pidfd_open(child.pid) for child in serving.children().values()]
+    await serving.end(signal.SIGKILL)
+    assert_ends(fds, within_s=10.0)
+    dead = {path for path in folder.iterdir() if path.is_socket()}
+    assert dead
+    again = await serve("--run-dir", str(folder))
+    await again.ready()
+    inboxes = {path for path in dead if path.suffix in (".in", ".fd")}
+    assert inboxes and not any(path.exists() for path in inboxes)
+    assert await again.end() == 0
+    assert {path.name for path in folder.iterdir()} == {"notes", "scheduler.lock"}
+
+
+async def test_a_worker_that_is_killed_as_soon_as_it_is_ready_is_started_again_at_once(serve) -> None:
+    serving = await serve()
+    await serving.ready()
+    for life in range(1, 4):
+        os.kill(serving.pids()["two-0"], signal.SIGKILL)
+        await serving.seen(r"two-0 has ended", life)
+        await serving.seen(r"^scheduler \| .*two-0 is ready", life + 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while [replica.state for replica in await serving.replicas("two")] != ["ready"]:
+                pass
+    assert len([line for line in serving.lines if "two-0 has ended" in line]) == 3
+    assert {line.split("again ")[1] for line in serving.lines if "two-0 has ended" in line} <= {"at once", "in 0.1 s"}
+    assert await serving.end() == 0
+
+
 async def test_a_killed_worker_is_used_again_and_nothing_else_is_restarted(serve) -> None:
     serving = await serve()
     await serving.ready()
@@ -201,12 +168,26 @@ async def test_scheduler_and_gateway_come_back(serve, name: str) -> None:
     assert await serving.end() == 0
 
 
-async def test_a_stopped_worker_does_not_hold_up_the_end(serve) -> None:
-    serving = await serve("--stop-timeout", "3")
+@pytest.mark.parametrize("name", ["one-0", "scheduler", "gateway"])
+async def test_a_stopped_process_does_not_hold_up_the_end(serve, base: Path, name: str) -> None:
+    serving = await serve()
     await serving.ready()
-    serving.children()["one-0"].send_signal(signal.SIGSTOP)
-    assert await serving.end() == 1
-    await serving.seen("killing one-0: not ended")
+    serving.children()[name].send_signal(signal.SIGSTOP)
+    assert await serving.end() == 0
+    assert list(base.iterdir()) == []
+
+
+async def test_a_stopped_process_is_killed_at_the_second_signal(serve, base: Path) -> None:
+    """Stopped again and again, so that it cannot obey the first."""
+    serving = await serve()
+    await serving.ready()
+    child = serving.children()["one-0"]
+    child.send_signal(signal.SIGSTOP)
+    serving.process.send_signal(signal.SIGTERM)
+    await serving.seen(r"^omni +\| stopping")
+    child.send_signal(signal.SIGSTOP)
+    assert await serving.end() in (0, 1)
+    assert list(base.iterdir()) == []
 
 
 async def test_a_port_in_use_is_named_before_anything_is_started(serve, base: Path) -> None:

@@ -1,4 +1,6 @@
-"""The consuming process of the bus in `hop`: a Node with one edge in, and one back for what is not in an arena.
+"""The consuming process of the bus in `hop`: a Node with one edge in, and one back, which says that a tensor was read.
+
+Requests are numbered from 0; each is opened when the one before has ended.
 
 `python -m tools.bench.hop_consumer RUN_DIR PRODUCER ME`
 """
@@ -13,9 +15,7 @@ from omni_common.frames import Link
 from omni_common.node import Delivery, Node
 from omni_common.run_dir import RunDir
 from omni_common.sockets import new_context
-from omni_common.tensors import INLINE_BYTES
 
-REQUEST = "hop"
 THERE, BACK = "producer>consumer", "consumer>producer"
 
 
@@ -24,22 +24,22 @@ def link(run: RunDir, edge: str, stage: str, incarnation: str) -> Link:
 
 
 async def consume(run: RunDir, producer: str, me: str) -> None:
-    answers = 0
-
     def on_piece(delivery: Delivery) -> None:
-        nonlocal answers
-        tensor = delivery.arrays["x"]
+        chunk = delivery.chunk
         # A chunk with a body is to be read.
-        use(tensor, delivery.chunk.body is not None)
-        node.used(REQUEST, THERE, delivery.nbytes)
-        if tensor.nbytes <= INLINE_BYTES:
-            # No release tells that it was used.
-            node.emit(REQUEST, [BACK], answers, answers + 1, False, None, {})
-            answers += 1
+        use(delivery.arrays["x"], chunk.body is not None)
+        node.used(chunk.request_id, THERE, delivery.nbytes)
+        node.emit(chunk.request_id, [BACK], chunk.start, chunk.end, chunk.last, None, {})
+        if chunk.last:
+            node.close_request(chunk.request_id)
+            open_request(int(chunk.request_id) + 1)
+
+    def open_request(number: int) -> None:
+        node.open(str(number), 1, [link(run, THERE, "producer", producer)], [link(run, BACK, "producer", producer)])
 
     node = Node(new_context(), run, me, 1 << 20, on_piece, lambda _: None, lambda _, why: sys.exit(why))
     await node.start()
-    node.open(REQUEST, 1, [link(run, THERE, "producer", producer)], [link(run, BACK, "producer", producer)])
+    open_request(0)
     await asyncio.get_running_loop().create_future()
 
 

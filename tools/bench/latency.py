@@ -31,7 +31,7 @@ async def measure(effort: Effort) -> Result:
     result = Result(about(__doc__))
     tokens = effort.times(TOKENS)
     chunk = wire.encode(
-        Chunk(new_request_id(), "thinker>client", new_incarnation(), 1, 100, 100, 101, body=Text("1" * 15))
+        Chunk(new_request_id(), "thinker>client", new_incarnation(), 1, 1, 100, 100, 101, body=Text("1" * 15))
     )
     bus: list[list[float]] = []
     trips: list[list[float]] = []

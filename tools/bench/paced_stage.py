@@ -21,6 +21,9 @@ GAP_S = 0.003
 class Pacer:
     """`max_tokens` tokens, one a step, each the time at which it left the engine (`time.monotonic_ns`)."""
 
+    in_flight = False
+    resumes = False
+
     def __init__(self) -> None:
         self.busy = False
         self._written: dict[str, int] = {}

@@ -9,7 +9,8 @@
 - `echo`: the text of the prompt's last message or the transcript comes back word by word.
 
 Options: `per_step` (tokens of a job in one step), `step_s` (a step takes this long), `fail_load` (the reason why
-loading fails), `raise_at` (the job fails at this token), `die_at` (the process kills itself at this token), `rate`.
+loading fails), `raise_at` (the job fails at this token), `die_at` (the process kills itself at this token), `rate`,
+`notes` (a folder, see `fake_notes.py`).
 """
 
 import os
@@ -25,6 +26,7 @@ import numpy as np
 from omni_common.frames import Audio, Body, Prompt, Text, TextPart, Transcript
 from omni_common.params import Sampling
 from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
+from omni_worker.engines.fake_notes import Notes
 
 TONE_S = 0.1
 
@@ -58,6 +60,7 @@ class FakeEngine:
         self._die_at = int(options.get("die_at", -1))
         self._entropy = bool(options.get("entropy", False))
         self._rate = int(options.get("rate", 24_000))
+        self._notes = Notes(options["notes"]) if "notes" in options else None
         self._jobs: dict[str, _FakeJob] = {}
         context.progress("pretending to load", 0.5)
         if "fail_load" in options:
@@ -74,6 +77,8 @@ class FakeEngine:
     def add(self, job: Job) -> None:
         position = job.resume[-1].end if job.resume else 0
         self._jobs[job.request_id] = _FakeJob(job, open=set(job.sources), position=position)
+        if self._notes:
+            self._notes.job(job.request_id)
 
     def push(self, request_id: str, piece: Piece) -> None:
         job = self._jobs[request_id]
@@ -102,12 +107,19 @@ class FakeEngine:
                     outputs.append(self._next_word(job))
                     if request_id not in self._jobs:
                         break
+        if self._notes:
+            for output in outputs:
+                if isinstance(output, Output):
+                    self._notes.output(output.request_id, output.start, output.end, output.last)
         if outputs and self._step_s:
             time.sleep(self._step_s)
         return outputs
 
     def close(self) -> None:
         self._jobs = {}
+        if self._notes:
+            self._notes.close()
+            self._notes = None
 
     def _pass_on(self, job: _FakeJob) -> list[Output | Failure]:
         outputs: list[Output | Failure] = []
