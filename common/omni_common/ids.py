@@ -1,11 +1,18 @@
-"""Identifiers. All are made by the server from the system's entropy: never from a clock, never taken from a client."""
+"""Identifiers, made by the server. What must be unique is from the system's entropy, never a clock's or a client's."""
 
+import os
 import secrets
+import socket
 
 
 def new_incarnation() -> str:
     """16 hex digits that tell this process from every other one, a restarted former self included."""
     return secrets.token_hex(8)
+
+
+def default_name(what: str) -> str:
+    """How people tell this process from the others. With the host, for containers all have the same few pids."""
+    return f"{what}-{socket.gethostname()}-{os.getpid()}"
 
 
 def new_request_id() -> str:

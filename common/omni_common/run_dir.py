@@ -66,6 +66,11 @@ class RunDir:
             self.path.mkdir(mode=0o770, parents=True, exist_ok=True)
         except OSError as error:
             raise OmniError(f"run folder {self.path}: {error.strerror}", code="run_dir") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise OmniError(
+                f"run folder {self.path}: user {os.getuid()} may not write there; it has to be in the folder's group",
+                code="run_dir",
+            )
 
     @property
     def control(self) -> str:

@@ -7,6 +7,7 @@ import os
 from aiohttp import web
 
 from omni_common.errors import OmniError
+from omni_common.ids import default_name
 from omni_common.service import Common, Stop, run_service
 from omni_gateway.app import create_app, make_runner
 from omni_gateway.context import Settings
@@ -44,7 +45,7 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="omni-gateway", description=__doc__)
-    parser.add_argument("--name", default=f"gateway-{os.getpid()}", help="how logs and `omni status` call it")
+    parser.add_argument("--name", default=default_name("gateway"), help="how logs and `omni status` call it")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other gateways of this host")

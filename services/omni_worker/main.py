@@ -7,6 +7,7 @@ import os
 from threadpoolctl import threadpool_limits
 
 from omni_common.errors import OmniError
+from omni_common.ids import default_name
 from omni_common.paths import models_dir
 from omni_common.pipeline import Stage
 from omni_common.service import Common, Stop, run_service
@@ -51,7 +52,7 @@ def limit_threads(stage: Stage) -> None:
 async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> None:
     stage = find_stage(common, arguments.stage)
     limit_threads(stage)
-    name = arguments.name or f"{arguments.stage}-{os.getpid()}"
+    name = arguments.name or default_name(arguments.stage)
     engine = make_engine(stage.engine)
     worker = Worker(common.run, name, arguments.stage, stage, engine, str(arguments.models or models_dir()), stop)
     await worker.serve()

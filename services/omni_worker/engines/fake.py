@@ -51,6 +51,10 @@ class FakeEngine:
 
     in_flight = False
 
+    def __init__(self) -> None:
+        # The event loop asks whether it is busy before it is loaded, and while the engine thread changes this.
+        self._jobs: dict[str, _FakeJob] = {}
+
     def load(self, context: LoadContext) -> None:
         options = context.options
         self._mode = context.model or "identity"
@@ -61,14 +65,13 @@ class FakeEngine:
         self._entropy = bool(options.get("entropy", False))
         self._rate = int(options.get("rate", 24_000))
         self._notes = Notes(options["notes"]) if "notes" in options else None
-        self._jobs: dict[str, _FakeJob] = {}
         context.progress("pretending to load", 0.5)
         if "fail_load" in options:
             raise RuntimeError(str(options["fail_load"]))
 
     @property
     def busy(self) -> bool:
-        return any(job.able for job in self._jobs.values())
+        return any(job.able for job in list(self._jobs.values()))
 
     @property
     def resumes(self) -> bool:
