@@ -28,7 +28,7 @@ def _snake(name: str) -> str:
     return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
-class Struct(msgspec.Struct, omit_defaults=True):
+class Struct(msgspec.Struct, omit_defaults=True, gc=False):
     """Base of everything inside a frame."""
 
 
@@ -474,7 +474,7 @@ class Lost(Frame):
 
 
 class Drain(Frame):
-    """Scheduler to worker: finish what runs, take nothing new, leave."""
+    """Scheduler to a worker that said it is draining: every `place` for it has been sent before this."""
 
 
 class Fenced(Frame):
@@ -523,6 +523,8 @@ class Fleet(Frame):
     stages: list[StageStatus] = []
     replicas: list[Replica] = []
     gateways: int = 0
+    #: Their process ids.
+    gateway_pids: list[int] = []
     queued: int = 0
     running: int = 0
     admitted: int = 0

@@ -271,7 +271,7 @@ def _receive(sock: socket.socket, owner: str) -> mmap.mmap:
         size = int(match[1])
         if os.fstat(descriptors[0]).st_size != size:
             raise _gone(owner, "its arena has another size than it says")
-        return mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return mmap.mmap(descriptors[0], size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0), mmap.PROT_READ)
 
 
 def _gone(owner: str, why: str) -> OmniError:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -128,6 +129,9 @@ async def _main(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
+    # What start-up made stays; a collection every 700 objects took a seventh of a streaming gateway's time.
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 100)
     await serve(arguments, common, stop)
     if stop.status:
         log.error("%s", stop.reason)

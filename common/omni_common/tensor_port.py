@@ -6,6 +6,7 @@ Runs on the event loop, but for `publish` and the end of a view, which happen in
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ class TensorPort:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         # The end of a consumer's socket means that its mapping is gone: nobody reads what it held.
         self._descriptors = DescriptorServer(
             self._run.descriptor(self._incarnation), self.arena, lambda consumer: void(self.arena.forget(consumer))
@@ -142,7 +144,9 @@ class TensorPort:
             self._release_due = True
             # At the end of the process the loop may be closed already; the kernel then gives everything back.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._send_releases)
+                # Another thread must wake the loop, which costs a system call.
+                on_loop = threading.get_ident() == self._thread
+                (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._send_releases)
 
     def _send_releases(self) -> None:
         self._release_due = False
@@ -171,11 +175,13 @@ class TensorPort:
 
 
 def arena_tensors(tensors: dict[str, Tensor]) -> list[ArenaTensor]:
-    return [ref for ref in tensors.values() if isinstance(ref, ArenaTensor)]
+    return [ref for ref in tensors.values() if isinstance(ref, ArenaTensor)] if tensors else []
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:
     """Payload bytes that credit counts; raw parts are not known here and count nothing."""
+    if not tensors:
+        return 0
     return sum(
         ref.nbytes if isinstance(ref, ArenaTensor) else len(ref.data) if isinstance(ref, InlineTensor) else 0
         for ref in tensors.values()

@@ -4,8 +4,9 @@ from aiohttp import web
 
 from omni_gateway import chat, health, models_api, speech, status, transcriptions, voices
 from omni_gateway.auth import auth
-from omni_gateway.context import BUS, METRICS, SETTINGS, Settings
+from omni_gateway.context import BUS, DRAIN, METRICS, SETTINGS, Settings
 from omni_gateway.cors import allow_origin, cors
+from omni_gateway.drain import Drain
 from omni_gateway.errors import errors
 from omni_gateway.metrics import Metrics, exposition
 from omni_gateway.requests_log import name_response, requests_log
@@ -14,13 +15,16 @@ from omni_gateway.stream import Bus
 
 def create_app(bus: Bus, settings: Settings) -> web.Application:
     """The application over `bus`; serve it with `make_runner`."""
+    drain = Drain()
     app = web.Application(
-        middlewares=[requests_log, cors, errors, auth],
+        middlewares=[drain.count, requests_log, cors, errors, auth],
         client_max_size=settings.max_body_bytes,
     )
     app[BUS] = bus
     app[SETTINGS] = settings
     app[METRICS] = Metrics(lambda: bus.fleet)
+    app[DRAIN] = drain
+    app.on_response_prepare.append(drain.last_answer)
     app.on_response_prepare.append(name_response)
     app.on_response_prepare.append(allow_origin)
     app.router.add_get("/metrics", show_metrics)

@@ -89,7 +89,8 @@ class Completion(msgspec.Struct):
 class DeltaAudio(msgspec.Struct):
     id: str | UnsetType = UNSET
     transcript: str | UnsetType = UNSET
-    data: str | UnsetType = UNSET
+    #: Base64 on the wire.
+    data: bytes | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
 
 
@@ -169,7 +170,7 @@ class SpokenChunks(Chunks):
         return self._event(Delta(audio=DeltaAudio(transcript=piece)))
 
     def sound(self, data: bytes) -> bytes:
-        return self._event(Delta(audio=DeltaAudio(data=base64.b64encode(data).decode())))
+        return self._event(Delta(audio=DeltaAudio(data=data)))
 
     def sounded(self, expires_at: int) -> bytes:
         return self._event(Delta(audio=DeltaAudio(expires_at=expires_at)))

@@ -5,6 +5,7 @@ from typing import Literal
 
 from aiohttp import web
 
+from omni_gateway.drain import Drain
 from omni_gateway.metrics import Metrics
 from omni_gateway.stream import Bus
 
@@ -34,6 +35,7 @@ class Settings:
 BUS = web.AppKey("bus", Bus)
 SETTINGS = web.AppKey("settings", Settings)
 METRICS = web.AppKey("metrics", Metrics)
+DRAIN = web.AppKey("drain", Drain)
 
 #: The server's name for one HTTP request, echoed as `x-request-id`.
 REQUEST_ID = web.RequestKey("request_id", str)

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import socket
 
 from aiohttp import web
 
@@ -10,13 +11,14 @@ from omni_common.errors import OmniError
 from omni_common.ids import default_name
 from omni_common.service import Common, Stop, run_service
 from omni_gateway.app import create_app, make_runner
-from omni_gateway.context import Settings
+from omni_gateway.context import DRAIN, Settings
 from omni_gateway.link import Link
 
 log = logging.getLogger("omni.gateway")
 
-#: Seconds that requests in flight get when the gateway is asked to end.
-DRAIN_S = 10.0
+#: Seconds that requests in flight get when the gateway is asked to end, and handlers to give up after that.
+DRAIN_S = 25.0
+CANCEL_S = 1.0
 
 
 async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> None:
@@ -28,19 +30,31 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
         max_body_bytes=arguments.max_body_mib << 20,
         chat_audio_form=arguments.chat_audio_form,
     )
-    runner = make_runner(create_app(link, settings), shutdown_s=DRAIN_S)
+    app = create_app(link, settings)
+    runner = make_runner(app, shutdown_s=CANCEL_S)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, arguments.host, arguments.port, reuse_port=arguments.reuse_port or None)
-        try:
+        sites = _sites(runner, arguments)
+        for site in sites:
             await site.start()
-        except OSError as error:
-            raise OmniError(f"cannot listen on {arguments.host} port {arguments.port}: {error.strerror}") from None
-        log.info("listening on http://%s:%d", arguments.host, arguments.port)
+        log.info("listening on %s", ", ".join(site.name for site in sites))
         await stop.wait()
+        for site in sites:
+            await site.stop()
+        server = runner.server
+        assert server is not None
+        await app[DRAIN].wait(lambda: server.connections, DRAIN_S)
+    except OSError as error:
+        raise OmniError(f"cannot listen on {arguments.host} port {arguments.port}: {error.strerror}") from None
     finally:
         await runner.cleanup()
         await link.close()
+
+
+def _sites(runner: web.AppRunner, arguments: argparse.Namespace) -> list[web.BaseSite]:
+    if arguments.listen_fd:
+        return [web.SockSite(runner, socket.socket(fileno=fd)) for fd in arguments.listen_fd]
+    return [web.TCPSite(runner, arguments.host, arguments.port, reuse_port=arguments.reuse_port or None)]
 
 
 def main() -> int:
@@ -48,6 +62,10 @@ def main() -> int:
     parser.add_argument("--name", default=default_name("gateway"), help="how logs and `omni status` call it")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--listen-fd", type=int, action="append", default=[], metavar="FD",
+        help="accept at this listening socket, which was handed down, instead of at --host and --port",
+    )  # fmt: skip
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other gateways of this host")
     parser.add_argument(
         "--api-key", action="append", default=[], help="asked for on every route but /health; several are possible "

@@ -12,6 +12,7 @@ from omni_common.frames import (
     Close,
     Closed,
     Done,
+    Drain,
     Error,
     Failed,
     Fenced,
@@ -31,10 +32,7 @@ from omni_common.frames import (
     Fleet as FleetFrame,
 )
 from omni_common.pipeline import Pipeline
-from omni_scheduler.fleet import DEAD_S, Fleet, Peer, StageSettings
-from omni_scheduler.request import (
-    ALIVE,
-    ENDED,
+from omni_scheduler.events import (
     Answered,
     Assigned,
     Assignment,
@@ -44,14 +42,14 @@ from omni_scheduler.request import (
     Finished,
     HolderClosed,
     Hopeless,
-    Phase,
     Refusal,
     ReplicaLost,
-    Request,
     Send,
     StageFailed,
     Unclaimed,
 )
+from omni_scheduler.fleet import DEAD_S, Fleet, Peer, StageSettings
+from omni_scheduler.request import ALIVE, ENDED, Phase, Request
 from omni_scheduler.request import (
     Lost as LostStage,
 )
@@ -117,8 +115,8 @@ class Scheduler:
             return [Send(sender, Error("unexpected_frame", f"{type(frame).__name__} is not for the scheduler"))]
         return handler(self, peer, frame, now)
 
-    def gone(self, incarnation: str, why: str, now: float) -> list[Send]:
-        """A peer is dead for certain, or declared so: fence it and settle its requests."""
+    def gone(self, incarnation: str, why: str, now: float, *, left: bool = False) -> list[Send]:
+        """A peer is dead for certain, declared so, or has `left` in order: fence it and settle its requests."""
         # Also one that has not said hello: its hello may still be on the way.
         self._fenced[incarnation] = why
         while len(self._fenced) > FENCED:
@@ -129,14 +127,14 @@ class Scheduler:
         for claims in self._held.values():
             claims[:] = [(holder, holding) for holder, holding in claims if holder is not peer]
         self.changed = True
-        self.counts["deaths"] += not why.startswith("left")
+        self.counts["deaths"] += not left
         sends = [Send(incarnation, Fenced(why))] if "silent" in why or "hung" in why else []
         if peer.hello.role == "gateway":
             mine = [request for request in self.requests.values() if request.gateway == incarnation]
             event: Event = Cancelled("its gateway is gone", gateway_alive=False)
         else:
             mine = [self.requests[request_id] for request_id in sorted(peer.placed)]
-            event = ReplicaLost(incarnation, peer.name, why, now)
+            event = ReplicaLost(incarnation, peer.name, why, now, left)
         log.log(
             logging.WARNING if mine else logging.INFO,
             "%s (%s) is gone: %s; requests: %s",
@@ -194,6 +192,7 @@ class Scheduler:
             ],
             replicas=self.fleet.replicas(now),
             gateways=len(self.gateways()),
+            gateway_pids=[self.fleet.peers[gateway].hello.pid for gateway in self.gateways()],
             queued=len(queued),
             running=len(running),
             replay_s=round(self.replay_s, 3),
@@ -245,6 +244,9 @@ class Scheduler:
             self.changed = True
             peer.progress = now
         peer.state = state
+        if state.state == "draining":
+            # What was placed before is on its way: the worker must not leave until it knows that nothing follows.
+            return [Send(peer.incarnation, Drain())]
         return self._place(now) if peer.ready else []
 
     def _beat(self, peer: Peer, beat: Beat, now: float) -> list[Send]:
@@ -254,7 +256,7 @@ class Scheduler:
     def _bye(self, peer: Peer, bye: Bye, now: float) -> list[Send]:
         answer = Send(peer.incarnation, Bye("goodbye"))
         if peer.placed or peer.hello.role == "gateway":
-            return [answer, *self.gone(peer.incarnation, f"left: {bye.reason}", now)]
+            return [answer, *self.gone(peer.incarnation, f"left: {bye.reason}", now, left=True)]
         del self.fleet.peers[peer.incarnation]
         self.changed = True
         log.info("%s has left: %s", peer.name, bye.reason)

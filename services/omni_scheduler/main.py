@@ -9,8 +9,8 @@ from omni_common.ids import new_incarnation
 from omni_common.lifeline import LifelineServer
 from omni_common.service import Common, Stop, run_service
 from omni_common.sockets import ControlServer, new_context
+from omni_scheduler.events import Send
 from omni_scheduler.machine import Scheduler
-from omni_scheduler.request import Send
 
 log = logging.getLogger("omni.scheduler")
 

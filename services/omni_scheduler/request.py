@@ -25,17 +25,31 @@ from omni_common.frames import (
     Closed,
     Decision,
     Failed,
-    Held,
     Link,
     Place,
     Placed,
-    Plain,
     Recover,
     Rejected,
     Relink,
     Submit,
 )
 from omni_common.pipeline import Plan, edge_name
+from omni_scheduler.events import (
+    Answered,
+    Assigned,
+    Assignment,
+    Cancelled,
+    Claimed,
+    Event,
+    Finished,
+    HolderClosed,
+    Hopeless,
+    Refusal,
+    ReplicaLost,
+    Send,
+    StageFailed,
+    Unclaimed,
+)
 
 
 class Phase(Enum):
@@ -56,15 +70,6 @@ ENDED = frozenset({Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.REJECTE
 POISON_DEATHS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The replica chosen for one stage."""
-
-    stage: str
-    incarnation: str
-    inbox: str
-
-
 @dataclass(slots=True)
 class Lost:
     """A stage without a replica, and what its consumers have of its output."""
@@ -75,126 +80,12 @@ class Lost:
     why: str
     #: The dead incarnation, empty after a restart of the scheduler.
     incarnation: str
+    #: It said goodbye.
+    left: bool = False
     #: Consumers that have not answered `recover` yet.
     asked: set[str] = field(default_factory=set)
     position: int = 0
     decisions: list[Decision] = field(default_factory=list)
-
-
-# ------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    """A replica was chosen for every stage that has none."""
-
-    replicas: dict[str, Assignment]
-    #: Remaining seconds of the request.
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """It cannot run: the queue's deadline passed, or a stage has no replica."""
-
-    code: str
-    message: str
-    status: int
-    retry_after_s: float = 0.0
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The gateway has the end of every final edge."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    reason: str
-    #: False when the gateway itself is dead.
-    gateway_alive: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StageFailed:
-    """A stage reported an error for this request."""
-
-    failed: Failed
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLost:
-    """A worker that may hold this request is dead."""
-
-    incarnation: str
-    name: str
-    why: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A consumer said what it has of a dead stage's output."""
-
-    held: Held
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """After a restart of the scheduler: a worker has this stage of the request."""
-
-    replica: Assignment
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unclaimed:
-    """The time for claims is over."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class HolderClosed:
-    """A worker has nothing of this request any more."""
-
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class Hopeless:
-    """It cannot go on: no replica came in time, or the request's own time is over."""
-
-    code: str
-    message: str
-    status: int
-
-
-Event = (
-    Assigned
-    | Refusal
-    | Finished
-    | Cancelled
-    | StageFailed
-    | ReplicaLost
-    | Answered
-    | Claimed
-    | Unclaimed
-    | HolderClosed
-    | Hopeless
-)
-
-# ------------------------------------------------------------------------------------------------------------ actions
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `frame` to the peer of this incarnation."""
-
-    peer: str
-    frame: Plain
 
 
 @dataclass(slots=True)
@@ -371,7 +262,7 @@ def _replica_lost(request: Request, event: ReplicaLost) -> list[Send]:
     sends: list[Send] = []
     for stage in stages:
         del request.replicas[stage]
-        request.lost[stage] = Lost(event.now, f"{event.name} {event.why}", event.incarnation)
+        request.lost[stage] = Lost(event.now, f"{event.name} {event.why}", event.incarnation, event.left)
         request.phase = Phase.RECOVERING
     for stage in stages:
         sends += _ask(request, stage)
@@ -403,7 +294,7 @@ def _answered(request: Request, event: Answered) -> list[Send]:
     lost.asked.discard(peer)
     if held.position >= lost.position and len(held.decisions) >= len(lost.decisions):
         lost.position, lost.decisions = held.position, held.decisions
-    if lost.asked or not lost.incarnation:
+    if lost.asked or lost.left or not lost.incarnation:
         return []
     return _judge_death(request, stage, lost)
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ SOCKET = "supervisor.sock"
 _URL = "http://supervisor/orders"
 #: Orders are small.
 _MAX_BODY_BYTES = 4096
+_MAX_REPORTS = 1000
 #: Seconds that answers get to leave when the supervisor ends.
 _CLOSE_S = 1.0
 
@@ -66,19 +68,29 @@ class _Handler:
         self._carry_out = carry_out
 
     async def take(self, request: web.Request) -> web.StreamResponse:
-        reports: asyncio.Queue[Report] = asyncio.Queue()
+        # Bounded for a listener that has stopped to read: it misses what is oldest.
+        reports: deque[Report] = deque(maxlen=_MAX_REPORTS)
+        news = asyncio.Event()
+
+        def tell(report: Report) -> None:
+            reports.append(report)
+            news.set()
+
         try:
             order = _decode(await request.read())
-            task = self._carry_out(order, lambda text: reports.put_nowait(Report(said=text)))
+            task = self._carry_out(order, lambda text: tell(Report(said=text)))
         except OmniError as error:
             body = {"error": {"message": error.message, "code": error.code}}
             return web.Response(status=error.status, body=msgspec.json.encode(body), content_type="application/json")
-        task.add_done_callback(lambda task: reports.put_nowait(Report(end=True, error=_what_failed(task))))
+        task.add_done_callback(lambda task: tell(Report(end=True, error=_what_failed(task))))
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         report = Report()
         while not report.end:
-            report = await reports.get()
+            while not reports:
+                news.clear()
+                await news.wait()
+            report = reports.popleft()
             await response.write(msgspec.json.encode(report) + b"\n")
         return response
 

@@ -1,10 +1,7 @@
 """How the running system is, seen through the gateway, and what to tell people about it."""
 
-import contextlib
-import os
 from collections.abc import Collection, Set
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,8 +16,6 @@ TIMEOUT_S = 2.0
 UNKNOWN_S = 10.0
 #: Seconds that a process may take to end once the scheduler which knew it has declared it dead, or heard its goodbye.
 FENCED_S = 3.0
-#: State of a listening socket in /proc/net/tcp.
-_LISTEN = "0A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +105,6 @@ class Announcer:
         if not missing and not look.ready:
             return Condition(False, "the gateway is not ready")
         return Condition(not missing, missing=frozenset(missing))
-
-
-def listens(pid: int) -> bool:
-    """The process has a TCP socket that listens: clients can connect."""
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
-            listening |= {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTEN}
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(descriptor) in listening:
-                    return True
-    return False
 
 
 class Watchdog:

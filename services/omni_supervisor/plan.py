@@ -27,6 +27,8 @@ class Unit:
     argv: tuple[str, ...]
     stage: str = ""
     load_s: float = START_S
+    #: Descriptors that it inherits under the same numbers.
+    fds: tuple[int, ...] = ()
     #: Added to the environment.
     env: dict[str, str] = field(default_factory=dict)
 
@@ -41,9 +43,12 @@ def worker_name(stage: str, number: int) -> str:
 
 
 class Plan:
-    """The units of one system. `arguments` are those of `omni serve`."""
+    """The units of one system. `arguments` are those of `omni serve`; gateways accept at the sockets `listening`."""
 
-    def __init__(self, arguments: argparse.Namespace, pipelines: dict[str, Pipeline], run_dir: Path) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, pipelines: dict[str, Pipeline], run_dir: Path, listening: Sequence[int]
+    ) -> None:
+        self._listening = tuple(listening)
         self.stages = stages_of(pipelines.values())
         self._arguments = arguments
         self._common = ["--run-dir", str(run_dir), "--log-level", arguments.log_level, *pipeline_flags(arguments)]
@@ -64,12 +69,13 @@ class Plan:
 
     def _gateway(self) -> Unit:
         arguments = self._arguments
-        # A successor takes over the port while the gateway still finishes its requests.
-        flags = ["--host", arguments.host, "--port", str(arguments.port), "--reuse-port"]
+        flags = _repeated("--listen-fd", [str(fd) for fd in self._listening])
         flags += _repeated("--cors-origin", arguments.cors_origin)
         # Other users of the machine can read arguments, not the environment.
         env = {API_KEYS: " ".join(arguments.api_key)} if arguments.api_key else {}
-        return Unit("gateway", "gateway", _module("omni_gateway.main", [*self._common, *flags]), env=env)
+        return Unit(
+            "gateway", "gateway", _module("omni_gateway.main", [*self._common, *flags]), fds=self._listening, env=env
+        )
 
 
 def pipeline_flags(arguments: argparse.Namespace) -> list[str]:

@@ -122,26 +122,27 @@ async def spawn(
     pipe: ParentPipe,
     on_line: Callable[[str, str], None],
     env: Mapping[str, str] | None = None,
+    fds: Sequence[int] = (),
 ) -> Child:
     """Start `argv`; `on_line(name, line)` gets each line of its output and errors, in the order they were written.
 
-    `env` is added to this process's environment. Raises OSError when it cannot be executed, RuntimeError outside the
-    main thread: the kernel's parent-death signal comes at the end of the thread that spawned.
+    `env` is added to this process's environment; `fds` are inherited. Raises OSError when it cannot be executed,
+    RuntimeError outside the main thread: the kernel's parent-death signal comes at the end of the thread that spawned.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("children must be started from the main thread: they end with the thread that starts them")
-    child = Child(name, _execute(argv, pipe, env or {}), on_line)
+    child = Child(name, _execute(argv, (pipe.read_fd, *fds), {**(env or {}), PARENT_PIPE: str(pipe.read_fd)}), on_line)
     await child._listen()
     return child
 
 
-def _execute(argv: Sequence[str], pipe: ParentPipe, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def _execute(argv: Sequence[str], fds: Sequence[int], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(pipe.read_fd,),
+        pass_fds=fds,
         process_group=0,
-        env={**os.environ, **env, PARENT_PIPE: str(pipe.read_fd)},
+        env={**os.environ, **env},
     )

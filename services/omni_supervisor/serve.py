@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from omni_supervisor.run_folder import run_folder
 from omni_supervisor.supervisor import Supervisor
 
 DEFAULT_PORT = 8000
+#: Connections that wait for a gateway.
+BACKLOG = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +58,11 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     pipelines = load_arguments(arguments)
     check_prepared(pipelines.values())
-    check_port(arguments.host, arguments.port)
-    with run_folder(arguments.run_dir, default_base()) as run:
-        plan = Plan(arguments, pipelines, run.path)
+    with (
+        listening(arguments.host, arguments.port) as sockets,
+        run_folder(arguments.run_dir, default_base()) as run,
+    ):
+        plan = Plan(arguments, pipelines, run.path, [listener.fileno() for listener in sockets])
         units = plan.units()
         log = MergedLog(sys.stdout, width=max(len(unit.name) for unit in units))
         url = local_url(arguments.host, arguments.port)
@@ -86,21 +91,32 @@ def check_prepared(pipelines: Iterable[Pipeline]) -> None:
         raise OmniError(f"not prepared in {models_dir()}: {models}; run: {commands}", code="not_prepared")
 
 
-def check_port(host: str, port: int) -> None:
-    """Bind as the gateway will, and let go. Raises OmniError that names the port."""
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets that listen at every address of `host`.
+
+    The supervisor holds them and gateways accept at them: clients that connect while one gateway takes over from
+    another, or comes back after a crash, wait in the kernel. Raises OmniError that names the port.
+    """
     where = f"port {port} of {host}"
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in addresses:
+                listener = stack.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
-                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                trial.bind(address)
-    except socket.gaierror as error:
-        raise OmniError(f"host {host}: {error.strerror}", code="bad_host") from None
-    except OSError as error:
-        raise OmniError(f"cannot listen at {where}: {error.strerror}; choose another: --port", code="port") from None
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+                listener.listen(BACKLOG)
+                sockets.append(listener)
+        except socket.gaierror as error:
+            raise OmniError(f"host {host}: {error.strerror}", code="bad_host") from None
+        except OSError as error:
+            message = f"cannot listen at {where}: {error.strerror}; choose another: --port"
+            raise OmniError(message, code="port") from None
+        yield sockets
 
 
 def local_url(host: str, port: int) -> str:

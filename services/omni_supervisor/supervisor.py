@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from omni_common.errors import OmniError
 from omni_supervisor.crew import Crew
-from omni_supervisor.health import Announcer, Look, Probe, listens
+from omni_supervisor.health import Announcer, Look, Probe
 from omni_supervisor.keeper import Keeper
 from omni_supervisor.merged_log import MergedLog
 from omni_supervisor.orders import Order, steps
@@ -123,7 +123,7 @@ class Supervisor:
         self._started.set()
         if unit.role == "scheduler":
             self._former_scheduler = self._scheduler
-        return await spawn(unit.name, unit.argv, self._pipe, self._log.line, CHILD_ENV | unit.env)
+        return await spawn(unit.name, unit.argv, self._pipe, self._log.line, CHILD_ENV | unit.env, unit.fds)
 
     def _on_given_up(self, keeper: Keeper) -> None:
         """A system without its scheduler, its gateway or any worker serves nobody; without one stage it is degraded."""
@@ -158,20 +158,21 @@ class Supervisor:
 
     def _judge(self, keepers: list[Keeper], look: Look, own: set[int]) -> None:
         """Tell the keepers what the look says of their processes."""
-        for keeper in keepers:
-            waits = keeper.unit.role == "gateway" and not keeper.ready.is_set()
-            if waits and keeper.child and listens(keeper.child.pid):
-                keeper.serves()
         if look.fleet is None or (own and not own & {replica.pid for replica in look.fleet.replicas}):
             return  # Perhaps another server answers at this address.
         self._scheduler = look.fleet.scheduler
         states = {(replica.stage, replica.pid): replica.state for replica in look.fleet.replicas}
         now = asyncio.get_running_loop().time()
         for keeper in keepers:
-            if keeper.unit.role == "scheduler" and self._scheduler != self._former_scheduler:
+            if keeper.child is None:
+                continue
+            state = states.get((keeper.unit.stage, keeper.child.pid))
+            serves = {
+                "scheduler": self._scheduler != self._former_scheduler,
+                "gateway": keeper.child.pid in look.fleet.gateway_pids,
+                "worker": state == "ready",
+            }
+            if serves[keeper.unit.role]:
                 keeper.serves()
-            elif keeper.unit.role == "worker" and keeper.child:
-                state = states.get((keeper.unit.stage, keeper.child.pid))
-                if state == "ready":
-                    keeper.serves()
+            if keeper.unit.role == "worker":
                 keeper.judge(now, scheduler=self._scheduler, known=state is not None)

@@ -236,7 +236,7 @@ class EngineThread:
         if isinstance(output, Failure):
             self._fail(output)
         elif output.request_id in self._open:
-            if any(waiting.request_id == output.request_id for waiting in self._starved):
+            if self._starved and any(waiting.request_id == output.request_id for waiting in self._starved):
                 self._starved.append(output)
             else:
                 self._emit(output)

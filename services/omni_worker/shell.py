@@ -4,6 +4,7 @@ Never branches on the kind of engine.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from omni_common.frames import (
     Beat,
     Close,
     Closed,
+    Drain,
     Failed,
     Hello,
     Holding,
@@ -56,6 +58,8 @@ log = logging.getLogger("omni.worker")
 BLOCK_AT = 8
 #: Seconds that a draining worker gives its requests.
 DRAIN_S = 30.0
+#: Longest wait for the scheduler to say that it has seen so.
+ANSWER_S = 1.0
 #: Seconds between two reports of a start-up that goes on.
 LOADING_REPORT_S = 0.2
 
@@ -80,6 +84,8 @@ class Worker:
         self._blocked: set[str] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        #: The scheduler knows that this worker leaves, and places nothing more here.
+        self._nothing_follows = asyncio.Event()
         self._reported = 0.0
         self._context = new_context()
         self._node = Node(
@@ -125,6 +131,8 @@ class Worker:
 
     async def _drain(self) -> None:
         self._set_state("draining", "finishing what runs")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._nothing_follows.wait(), ANSWER_S)
         try:
             await asyncio.wait_for(self._empty.wait(), DRAIN_S)
         except TimeoutError:
@@ -233,6 +241,9 @@ class Worker:
         self._node.close_request(close.request_id)
         self._thread.send(Drop(close.request_id))
 
+    def _no_more(self, drain: Drain) -> None:
+        self._nothing_follows.set()
+
     def _lost(self, lost: Lost) -> None:
         self._node.lost(lost.incarnation)
 
@@ -321,6 +332,7 @@ _FRAMES: dict[type[Plain], Callable[[Worker, Any], None]] = {
     Recover: Worker._recover,
     Relink: Worker._relink,
     Lost: Worker._lost,
+    Drain: Worker._no_more,
 }
 _RESULTS: dict[type[Result], Callable[[Worker, Any], None]] = {
     Published: Worker._published,

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from chaos.actors import HONEST, PIPELINE_OF, PIPELINES, STAGES, WORDS, Actor, Gateway, Worker
 from omni_common.frames import Beat, Cancel, Plain
+from omni_scheduler.events import Send
 from omni_scheduler.machine import Scheduler
-from omni_scheduler.request import ALIVE, Send
+from omni_scheduler.request import ALIVE
 
 
 class World:

@@ -10,7 +10,7 @@ from e2e.clients.api import Api
 from e2e.clients.instance import Instance, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     with serving(tmp_path_factory.mktemp("serve")) as running:
         yield running
@@ -22,7 +22,7 @@ async def api(instance: Instance) -> AsyncIterator[Api]:
         yield Api(session, instance.url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spoken_question(instance: Instance, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The question about France, as a file that `omni say` made."""
     file = tmp_path_factory.mktemp("say") / "question.wav"

@@ -16,6 +16,7 @@ from omni_common.frames import (
     Closed,
     Decision,
     Done,
+    Drain,
     Failed,
     Fenced,
     Fleet,
@@ -36,8 +37,9 @@ from omni_common.frames import (
     Text,
 )
 from omni_common.pipeline import Limits, Pipeline, Stage, Task
+from omni_scheduler.events import Send
 from omni_scheduler.machine import MISSING_S, Scheduler
-from omni_scheduler.request import ENDED, Phase, Send
+from omni_scheduler.request import ENDED, Phase
 
 REQUEST = "r" * 32
 
@@ -305,6 +307,26 @@ def test_drained_goodbye_hands_its_requests_on() -> None:
     system.answers("gate")
     assert system.got(other, Place) and system.phase is Phase.RUNNING
     assert system.machine.counts["deaths"] == 0
+
+
+def test_who_drains_is_told_when_nothing_follows() -> None:
+    system = full_system()
+    system.says("w2", State("draining"))
+    assert system.got("w2", Drain)
+    system.submits()
+    assert not system.got("w2", Place)
+
+
+def test_a_goodbye_makes_nobody_a_suspect() -> None:
+    """A request that came to a worker which was leaving is placed like any other."""
+    system = full_system()
+    system.submits()
+    for name in ("w2b", "w2c", "w2d", "w2e"):
+        holder = next(peer.incarnation for peer in system.machine.fleet.of_stage("second"))
+        system.joins(name, "second")
+        system.says(holder, Bye("drain time is over"))
+        system.answers("gate", position=0)
+        assert system.phase is Phase.RUNNING and not system.machine.fleet.peers[name].alone
 
 
 def restarted(system: System, holding: dict[str, str]) -> System:

@@ -1,10 +1,7 @@
-import os
-import socket
-
 import pytest
 
 from omni_common.frames import Fleet, Replica, StageStatus
-from omni_supervisor.health import FENCED_S, UNKNOWN_S, Announcer, Look, Watchdog, listens
+from omni_supervisor.health import FENCED_S, UNKNOWN_S, Announcer, Look, Watchdog
 
 STAGES = {"talker", "code2wav"}
 OWN = {10, 11}
@@ -99,11 +96,3 @@ def test_watchdog_forgives_who_comes_back() -> None:
     dog.verdict(2.0, scheduler="a", known=False, ready=False)
     dog.verdict(3.0, scheduler="a", known=True, ready=True)
     assert dog.verdict(4.0 + UNKNOWN_S, scheduler="a", known=False, ready=False) == ""
-
-
-def test_a_process_that_listens_is_known_from_outside() -> None:
-    before = listens(os.getpid())
-    with socket.create_server(("127.0.0.1", 0)):
-        assert listens(os.getpid())
-    assert listens(os.getpid()) == before
-    assert not listens(2**22 + 1)

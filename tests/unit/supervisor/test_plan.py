@@ -16,7 +16,7 @@ def serve_arguments(*argv: str) -> argparse.Namespace:
 
 
 def plan(arguments: argparse.Namespace, pipelines: dict[str, Pipeline]) -> list[Unit]:
-    return Plan(arguments, pipelines, Path("/run/x")).units()
+    return Plan(arguments, pipelines, Path("/run/x"), [7, 9]).units()
 
 
 def pipeline(name: str, *stages: str, replicas: int = 1) -> Pipeline:
@@ -44,7 +44,7 @@ def test_a_stage_may_be_left_to_workers_that_join() -> None:
 
 
 def test_further_replicas_are_described_as_the_first_ones_are() -> None:
-    there = Plan(serve_arguments(), {"a": pipeline("a", "talker")}, Path("/run/x"))
+    there = Plan(serve_arguments(), {"a": pipeline("a", "talker")}, Path("/run/x"), [7])
     first, more = there.units()[1], there.worker("talker", 12)
     assert (more.name, more.stage, more.load_s) == ("talker-12", "talker", 7.0)
     assert [part.replace("talker-12", "talker-0") for part in more.argv] == list(first.argv)
@@ -72,8 +72,8 @@ def test_addresses_and_keys_are_the_gateways_alone(monkeypatch) -> None:
     monkeypatch.setenv("OMNI_API_KEY", "k1 k2")
     arguments = serve_arguments("--port=81", "--host=::", "--api-key=k3", "--cors-origin=null", "--cors-origin=app://x")
     *others, gateway = plan(arguments, {"a": pipeline("a", "talker")})
-    flags = ("--host", "::", "--port", "81", "--reuse-port", "--cors-origin=null", "--cors-origin=app://x")
-    assert gateway.argv[-7:] == flags
+    assert gateway.argv[-4:] == ("--listen-fd=7", "--listen-fd=9", "--cors-origin=null", "--cors-origin=app://x")
+    assert gateway.fds == (7, 9) and not any(unit.fds for unit in others)
     assert gateway.env == {"OMNI_API_KEY": "k1 k2 k3"}
     assert not any("k3" in flag for unit in (*others, gateway) for flag in unit.argv)
     assert not any(unit.env for unit in others)

@@ -137,6 +137,16 @@ async def test_a_child_has_a_group_of_its_own_and_nothing_to_read(start) -> None
     assert await child.wait() == 0
 
 
+async def test_descriptors_are_handed_down_under_their_numbers(pipe: ParentPipe, lines: Lines) -> None:
+    read, write = os.pipe()
+    argv = [sys.executable, "-c", f"import os; os.write({write}, b'here')"]
+    child = await spawn("child-0", argv, pipe, lines, fds=(write,))
+    assert await child.wait() == 0
+    assert os.read(read, 10) == b"here"
+    os.close(read)
+    os.close(write)
+
+
 async def test_what_cannot_be_executed_is_an_error(pipe: ParentPipe, lines: Lines) -> None:
     with pytest.raises(FileNotFoundError):
         await spawn("ghost", ["/nonexistent/program"], pipe, lines)

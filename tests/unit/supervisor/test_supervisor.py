@@ -33,7 +33,6 @@ CALM = """
     done.wait()
     print("bye")
 """
-LISTENS = "import socket; listening = socket.create_server(('127.0.0.1', 0))\n"
 STUBBORN = """
     import os, signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -111,7 +110,12 @@ class Rig:
             return Look(
                 all(s.ready for s in stages.values()),
                 # As a scheduler's incarnation, its process id is just as good.
-                Fleet(scheduler=str(self.pid("scheduler")), stages=[*stages.values()], replicas=replicas),
+                Fleet(
+                    scheduler=str(self.pid("scheduler")),
+                    stages=[*stages.values()],
+                    replicas=replicas,
+                    gateway_pids=[pid for name, pid in up if name == "gateway"],
+                ),
             )
 
         self.probe.answer = look
@@ -129,8 +133,7 @@ class Rig:
 
 def unit(name: str, program: str = CALM, role: Role = "worker", load_s: float = 60.0) -> Unit:
     stage = name.split("-")[0] if role == "worker" else ""
-    program = LISTENS + textwrap.dedent(program) if role == "gateway" else textwrap.dedent(program)
-    return Unit(name, role, (sys.executable, "-c", program), stage, load_s)
+    return Unit(name, role, (sys.executable, "-c", textwrap.dedent(program)), stage, load_s)
 
 
 def system(*workers: Unit) -> list[Unit]:
@@ -237,6 +240,7 @@ async def test_a_worker_that_does_not_become_ready_is_killed_and_started_again()
     first = rig.pid("b-0")
     rig.fleet(a_0="ready", b_0="loading")
     await rig.log.seen("killing b-0: not ready after 0 s")
+    rig.supervisor._crew.find("b-0").unit = unit("b-0")
     rig.fleet(a_0="ready", b_0="ready")
     await rig.log.seen(r"^b-0 \| up", 2)
     assert rig.pid("b-0") != first
