@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -13,16 +12,6 @@ import pytest
 
 from omni_supervisor.cli import main
 from support.serving import PATIENCE_S, Serving, assert_ends, start
-
-
-@pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where run folders are made. Short, because sockets lie in it."""
-    folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "r"
-    folder.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""A package, so that what its fixtures started ends with its last test."""
