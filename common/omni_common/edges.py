@@ -30,6 +30,8 @@ class Retained:
     tensors: dict[str, Tensor]
     #: Payload bytes, as credit counts them.
     nbytes: int
+    #: See `Chunk.behind`.
+    behind: dict[str, list[Decision]] = field(default_factory=dict)
     #: The arena took its tensors back; it cannot be sent again.
     evicted: bool = False
 
@@ -57,6 +59,8 @@ class OutEdge:
     limit_bytes: int = 0
     #: The consumer has received and opened everything before this position.
     acknowledged: int = 0
+    #: Decisions (see `Decided.since`) that what was offered carries.
+    told: int = 0
     _opened_at: int = 0
 
     @property
@@ -117,6 +121,7 @@ class OutEdge:
                     last=chunk.last,
                     body=chunk.body,
                     tensors=chunk.tensors,
+                    behind=chunk.behind,
                 )
             )
             self.sent_chunks += 1
@@ -153,7 +158,7 @@ Verdict = Literal["new", "duplicate", "gap", "torn", "stale"]
 
 @dataclass(slots=True)
 class InEdge:
-    """Consumer's end. It remembers the decisions behind what it received, for a producer that is placed anew."""
+    """Consumer's end."""
 
     request_id: str
     link: Link
@@ -165,10 +170,10 @@ class InEdge:
     position: int = 0
     seq: int = 0
     ended: bool = False
-    decisions: list[Decision] = field(default_factory=list)
     #: The producer is declared dead: nothing more is taken from it.
     fenced: bool = False
-    opening: int = 1
+    #: Counted up from one that no earlier attempt of the same two ends had.
+    opening: int = 0
     #: Chunks that arrived before and came again, counted.
     duplicates: int = 0
     #: What the consumer has used up since the opening, which is what credit follows.
@@ -179,6 +184,9 @@ class InEdge:
     _received_chunks: int = 0
     _granted_chunks: int = 0
     _granted_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.opening = (self.attempt << 16) + 1
 
     def open(self) -> Grant:
         """The grant that opens the edge, or extends its credit."""
@@ -240,7 +248,6 @@ class InEdge:
         self.position = chunk.end
         self._received_chunks += 1
         self.ended = chunk.last
-        self.decisions.append(Decision(chunk.start, chunk.end, chunk.last, chunk.body))
         return "new"
 
     def used(self, nbytes: int) -> Grant | None:

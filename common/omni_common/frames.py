@@ -191,6 +191,8 @@ class Chunk(Frame):
     last: bool = False
     body: Body | None = None
     tensors: dict[str, Tensor] = {}
+    #: Decisions of stages further up behind this chunk that the edge has not carried yet, by stage.
+    behind: dict[str, list[Decision]] = {}
 
 
 class Grant(Frame):
@@ -435,25 +437,24 @@ class Close(Frame):
 
 
 class Recover(Frame):
-    """Scheduler to a live consumer of a dead stage: take nothing more from it and say what you have. Answered by
-    `held`."""
+    """Scheduler to what lives further down than a dead stage: take nothing more from it and say what you have or know
+    of its output. Answered by `held`."""
 
     request_id: str
+    #: `stage>you`, also where the stage's output goes to others only.
     edge: str
     #: The dead producer; empty: whoever it was, a scheduler that came back empty does not know.
     incarnation: str
 
 
 class Held(Frame):
-    """What a consumer has of an edge whose producer is dead."""
+    """What somebody has, or knows from what came after it, of the output of a dead stage."""
 
     request_id: str
     edge: str
     #: As in `recover`.
     incarnation: str
-    position: int
-    #: It has the edge's last chunk.
-    ended: bool = False
+    #: From position 0 without gaps.
     decisions: list[Decision] = []
 
 

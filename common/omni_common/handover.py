@@ -25,6 +25,7 @@ import numpy as np
 from omni_common.arena import Arena
 from omni_common.errors import OmniError
 from omni_common.frames import ArenaTensor
+from omni_common.ids import is_incarnation
 from omni_common.tensors import MappedArena
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ MAX_STRANGERS = 64
 HANDOVER_S = 5.0
 #: Pause when the process has no descriptor left for a new connection.
 FULL_S = 0.1
-_INCARNATION = re.compile(r"[0-9a-f]{16}")
 _HELLO = re.compile(rb"([0-9a-f]{16})\n")
 _ANSWER = re.compile(rb"([0-9]{1,15}) ([0-9a-f]{16})\n")
 
@@ -214,7 +214,7 @@ class DescriptorClient:
             self.drop(owner)
 
     async def _connect(self, owner: str) -> MappedArena:
-        if not _INCARNATION.fullmatch(owner):
+        if not is_incarnation(owner):
             raise _gone(owner, "that is no incarnation")
         sock = _unix_socket()
         try:

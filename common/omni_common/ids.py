@@ -1,13 +1,21 @@
 """Identifiers, made by the server. What must be unique is from the system's entropy, never a clock's or a client's."""
 
 import os
+import re
 import secrets
 import socket
+
+_INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 
 def new_incarnation() -> str:
     """16 hex digits that tell this process from every other one, a restarted former self included."""
     return secrets.token_hex(8)
+
+
+def is_incarnation(text: str) -> bool:
+    """What a peer calls itself becomes part of paths, so it is looked at."""
+    return _INCARNATION.fullmatch(text) is not None
 
 
 def default_name(what: str) -> str:

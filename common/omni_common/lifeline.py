@@ -7,14 +7,14 @@ bytes but the incarnation ever travel over it.
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
+
+from omni_common.ids import is_incarnation
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-_INCARNATION = re.compile(rb"^[0-9a-f]{16}\n$")
 
 
 class LifelineServer:
@@ -36,9 +36,10 @@ class LifelineServer:
         incarnation = ""
         try:
             line = await reader.readline()
-            if not _INCARNATION.match(line):
+            name = line.removesuffix(b"\n").decode("latin-1")
+            if not is_incarnation(name):
                 return
-            incarnation = line.strip().decode()
+            incarnation = name
             self._held[incarnation] = writer
             await reader.read()
         except (ConnectionError, ValueError):

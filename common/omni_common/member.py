@@ -78,9 +78,9 @@ class Member:
             self._scheduler, self._beat_s = frame.scheduler, frame.beat_s
             self._registered = True
             waiting, self._waiting = self._waiting, []
-            self._on_welcome(again)
             for frame_ in waiting:
                 self._control.send(frame_)
+            self._on_welcome(again)
             if self._timer is None:
                 self._send_beat()
         elif isinstance(frame, Refused | Fenced):

@@ -10,9 +10,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from omni_common.decisions import Decided
 from omni_common.edges import InEdge, OutEdge, Retained, payload_bytes
 from omni_common.errors import OmniError
 from omni_common.frames import (
+    CLIENT,
     Body,
     Chunk,
     Decision,
@@ -52,6 +54,7 @@ class Delivery:
 class _Request:
     outs: dict[str, OutEdge] = field(default_factory=dict)
     ins: dict[str, InEdge] = field(default_factory=dict)
+    decided: Decided = field(default_factory=Decided)
 
 
 class Node:
@@ -195,11 +198,12 @@ class Node:
         request = self._requests.get(request_id)
         for edge in edges:
             out = request.outs.get(edge) if request else None
-            if out is None:
+            if request is None or out is None:
                 self._tensors.let_go(tensors)
                 continue
             nbytes = payload_bytes(body, size_of(tensors))
-            out.offer(Retained(start, end, last, body, tensors, nbytes))
+            behind, out.told = request.decided.since(out.told)
+            out.offer(Retained(start, end, last, body, tensors, nbytes, behind))
             self._pump(out)
 
     def backlog(self, request_id: str) -> int:
@@ -256,16 +260,21 @@ class Node:
     # ------------------------------------------------------------------------------------------------- recovery
 
     def recover(self, recover: Recover) -> Held | None:
-        """A producer is dead: take nothing more from it and say what was received. None: the request is unknown."""
+        """A stage further up is dead: take nothing more from it and say what is known of its output.
+
+        None: the request is unknown.
+        """
         request = self._requests.get(recover.request_id)
-        edge = request.ins.get(recover.edge) if request else None
-        # A scheduler that came back empty does not know who the dead producer was.
-        if edge is None or recover.incarnation not in ("", edge.link.incarnation):
+        if request is None:
             return None
-        edge.fence()
-        return Held(
-            recover.request_id, recover.edge, recover.incarnation, edge.position, edge.ended, list(edge.decisions)
-        )
+        edge = request.ins.get(recover.edge)
+        if edge is not None:
+            # A scheduler that came back empty does not know who the dead producer was.
+            if recover.incarnation not in ("", edge.link.incarnation):
+                return None
+            edge.fence()
+        decisions = request.decided.of(recover.edge.partition(">")[0])
+        return Held(recover.request_id, recover.edge, recover.incarnation, decisions)
 
     def relink(self, relink: Relink) -> None:
         """A neighbour of the request's stage here was placed anew."""
@@ -349,6 +358,9 @@ class Node:
         if edge.lacks(sent.chunks, sent.opening):
             # Data and this word come over the same connection, in order: what is not here now was lost.
             self._reopen(edge, f"{sent.chunks} chunks were sent, {edge.seq} are here")
+        elif edge.ended and not edge.fenced:
+            # After the end nothing is granted that would say so.
+            self._send(edge.link, edge.open())
 
     def _reopen(self, edge: InEdge, why: str) -> None:
         log.warning("%s of %s is sent again: %s", edge.link.edge, edge.request_id, why)
@@ -393,7 +405,7 @@ class Node:
         request = self._requests.get(chunk.request_id)
         edge = request.ins.get(chunk.edge) if request else None
         verdict = edge.accept(chunk) if edge else "stale"
-        if edge is None or verdict != "new":
+        if request is None or edge is None or verdict != "new":
             self._tensors.refuse(chunk.tensors)
             self.stale_chunks += 1
             if verdict == "duplicate":
@@ -408,6 +420,10 @@ class Node:
         except OmniError as error:
             self._on_gap(chunk.request_id, f"a tensor on {chunk.edge} cannot be opened: {error}")
             return
+        if edge.link.stage != CLIENT:
+            for stage, decisions in chunk.behind.items():
+                request.decided.learn(stage, decisions)
+            request.decided.learn(edge.link.stage, [Decision(chunk.start, chunk.end, chunk.last, chunk.body)])
         nbytes = payload_bytes(chunk.body, size_of(chunk.tensors) + sum(part.nbytes for part in parts))
         self._on_piece(Delivery(chunk, edge.link.stage, arrays, nbytes))
 

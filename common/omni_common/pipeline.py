@@ -139,6 +139,16 @@ class Plan(msgspec.Struct, frozen=True):
     def out_of(self, stage: str) -> list[str]:
         return [b for a, b in self.edges if a == stage]
 
+    def below(self, stage: str) -> list[str]:
+        """Everything that `stage`'s output reaches, by whatever way, nearest first; the client included."""
+        found: list[str] = []
+        reached = [stage]
+        for name in reached:
+            fresh = [other for other in self.out_of(name) if other not in found]
+            found += fresh
+            reached += [other for other in fresh if other != CLIENT]
+        return found
+
 
 def edge_name(source: str, target: str) -> str:
     return f"{source}>{target}"

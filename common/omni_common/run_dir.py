@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from omni_common.errors import OmniError
+from omni_common.ids import is_incarnation
 
 #: Bytes of a Unix socket's path on Linux (sun_path is 108 with its terminating zero).
 SOCKET_PATH_BYTES = 107
@@ -91,7 +92,9 @@ class RunDir:
         return self.path / f"{incarnation}.fd"
 
     def clear(self, incarnation: str) -> None:
-        """Remove the sockets of a process that is gone."""
+        """Remove the sockets of a process that is gone. What is no incarnation has none."""
+        if not is_incarnation(incarnation):
+            return
         for name in (f"{incarnation}.in", f"{incarnation}.fd"):
             (self.path / name).unlink(missing_ok=True)
 

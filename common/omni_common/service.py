@@ -131,7 +131,7 @@ async def _main(
         loop.add_signal_handler(number, stop.signalled)
     # What start-up made stays; a collection every 700 objects took a seventh of a streaming gateway's time.
     gc.freeze()
-    gc.set_threshold(20_000, 10, 100)
+    gc.set_threshold(20_000, 10, 10)
     await serve(arguments, common, stop)
     if stop.status:
         log.error("%s", stop.reason)

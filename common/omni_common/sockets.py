@@ -35,15 +35,17 @@ Context = zmq.Context[zmq.Socket[bytes]]
 OnFrames = Callable[[list[Plain], list[memoryview]], None]
 
 
-def _new_socket(context: Context, kind: int, linger_ms: int) -> zmq.Socket[bytes]:
+def _new_socket(context: Context, kind: int, address: str, linger_ms: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.set(zmq.LINGER, linger_ms)
     socket.set(zmq.SNDHWM, HIGH_WATER)
     socket.set(zmq.RCVHWM, HIGH_WATER)
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # ZMTP heartbeats come from the C++ I/O thread: they find a half-open connection, not a hung process.
-    socket.set(zmq.HEARTBEAT_IVL, 2000)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
+    if not address.startswith("ipc://"):
+        # From the C++ I/O thread: they find a half-open connection, not a hung process. On one host the kernel tells,
+        # and a heartbeat would only break the connections of a process that is stopped for a while.
+        socket.set(zmq.HEARTBEAT_IVL, 2000)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
     if kind in (zmq.PUSH, zmq.DEALER):
         # Queue only for a connection that stands: otherwise mail for a dead peer is accepted without an error.
         socket.set(zmq.IMMEDIATE, 1)
@@ -52,6 +54,8 @@ def _new_socket(context: Context, kind: int, linger_ms: int) -> zmq.Socket[bytes
     if kind == zmq.ROUTER:
         # Without it a ROUTER drops silently what it cannot deliver.
         socket.set(zmq.ROUTER_MANDATORY, 1)
+        # Who connects again is heard, although the end of the connection before has not been noticed yet.
+        socket.set(zmq.ROUTER_HANDOVER, 1)
     return socket
 
 
@@ -63,8 +67,8 @@ def new_context() -> Context:
 class _Driven:
     """A socket whose readiness calls `_readable` and `_writable` on the running loop."""
 
-    def __init__(self, context: Context, kind: int, linger_ms: int = 0) -> None:
-        self._socket = _new_socket(context, kind, linger_ms)
+    def __init__(self, context: Context, kind: int, address: str, linger_ms: int = 0) -> None:
+        self._socket = _new_socket(context, kind, address, linger_ms)
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._descriptor, self._ready)
@@ -74,8 +78,14 @@ class _Driven:
         if self._closed:
             return
         events = self._events()
-        if events & _POLLIN and self._readable():
-            self._loop.call_soon(self._ready)
+        if events & _POLLIN:
+            more = True
+            try:
+                more = self._readable()
+            finally:
+                # A handler that raises must not swallow the edge: what waits behind its frame would wait for ever.
+                if more:
+                    self._loop.call_soon(self._ready)
         if not self._closed and events & _POLLOUT:
             self._writable()
 
@@ -112,7 +122,7 @@ class Inbox(_Driven):
     """PULL, bound: where chunks, grants and releases of all peers arrive."""
 
     def __init__(self, context: Context, address: str, on_frames: OnFrames) -> None:
-        super().__init__(context, zmq.PULL)
+        super().__init__(context, zmq.PULL, address)
         self._on_frames = on_frames
         self._socket.bind(address)
         #: The address peers connect to (a wildcard port resolved).
@@ -137,8 +147,8 @@ class Inbox(_Driven):
 class _Sender(_Driven):
     """A socket with one peer to send to."""
 
-    def __init__(self, context: Context, kind: int, linger_ms: int = 0) -> None:
-        super().__init__(context, kind, linger_ms)
+    def __init__(self, context: Context, kind: int, address: str, linger_ms: int = 0) -> None:
+        super().__init__(context, kind, address, linger_ms)
         self._turn: list[Plain] = []
         self._backlog: deque[list[bytes | memoryview]] = deque()
 
@@ -190,7 +200,7 @@ class Outbox(_Sender):
     """PUSH, connected to exactly one peer's inbox."""
 
     def __init__(self, context: Context, address: str) -> None:
-        super().__init__(context, zmq.PUSH)
+        super().__init__(context, zmq.PUSH, address)
         self._socket.connect(address)
 
     def _sent(self) -> None:
@@ -208,7 +218,7 @@ class ControlClient(_Sender):
         on_frame: Callable[[Plain], None],
     ) -> None:
         # A short linger lets `bye` and the last `closed` leave.
-        super().__init__(context, zmq.DEALER, linger_ms=200)
+        super().__init__(context, zmq.DEALER, address, linger_ms=200)
         self._on_frame = on_frame
         self._socket.set(zmq.IDENTITY, incarnation.encode())
         self._socket.connect(address)
@@ -241,7 +251,7 @@ class ControlServer(_Driven):
         on_frame: Callable[[str, Plain], None],
         on_unreachable: Callable[[str], None],
     ) -> None:
-        super().__init__(context, zmq.ROUTER, linger_ms=200)
+        super().__init__(context, zmq.ROUTER, address, linger_ms=200)
         self._on_frame = on_frame
         self._on_unreachable = on_unreachable
         self._turn: dict[str, list[Plain]] = {}

@@ -7,10 +7,14 @@ from omni_gateway.auth import auth
 from omni_gateway.context import BUS, DRAIN, METRICS, SETTINGS, Settings
 from omni_gateway.cors import allow_origin, cors
 from omni_gateway.drain import Drain
-from omni_gateway.errors import errors
+from omni_gateway.errors import errors, http_log
 from omni_gateway.metrics import Metrics, exposition
 from omni_gateway.requests_log import name_response, requests_log
 from omni_gateway.stream import Bus
+
+#: Longer than the 60 s for which nginx and common balancers keep an idle connection to a server: who closes first must
+#: be the side that sends requests, or one of them meets the close.
+KEEP_ALIVE_S = 75.0
 
 
 def create_app(bus: Bus, settings: Settings) -> web.Application:
@@ -38,7 +42,16 @@ def make_runner(app: web.Application, *, shutdown_s: float = 60.0) -> web.AppRun
 
     `shutdown_s` is how long `cleanup` lets requests in flight go on.
     """
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_log,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=shutdown_s,
+        # A few kilobytes would become gigabytes, on the event loop; `receiving` refuses compressed bodies by name.
+        auto_decompress=False,
+    )
 
 
 async def show_metrics(request: web.Request) -> web.Response:

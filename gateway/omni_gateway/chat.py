@@ -64,8 +64,7 @@ def _header_form(request: web.Request) -> AudioForm | None:
 
 
 async def _whole(request: web.Request, job: ChatJob) -> web.Response:
-    encoder = Encoder(job.audio, job.ask.pipeline.audio_rate, whole=True) if job.audio else None
-    async with run_stream(request, job.ask) as run, _answering(request, job, run.request_id, encoder) as answer:
+    async with run_stream(request, job.ask) as run, _answering(request, job, run.request_id, True) as answer:
         sound = b""
         async for event in run:
             answer.add(event)
@@ -77,11 +76,9 @@ async def _whole(request: web.Request, job: ChatJob) -> web.Response:
 
 
 async def _streamed(request: web.Request, job: ChatJob) -> web.StreamResponse:
-    one_file = job.audio and job.form == "openai"
-    encoder = Encoder(job.audio, job.ask.pipeline.audio_rate) if job.audio and one_file else None
     patience_s = request.app[SETTINGS].keep_alive_s
     async with run_stream(request, job.ask, patience_s=patience_s) as run, sse_response(request) as sse:
-        async with _answering(request, job, run.request_id, encoder) as answer:
+        async with _answering(request, job, run.request_id, False) as answer:
             chunks = answer.chunks()
             frames = chunks.start()
             async for event in run:
@@ -106,8 +103,10 @@ async def _streamed(request: web.Request, job: ChatJob) -> web.StreamResponse:
 class _Answer:
     """What has come so far of one answer."""
 
-    def __init__(self, job: ChatJob, run_id: str, expires_at: int, encoder: Encoder | None) -> None:
+    def __init__(self, job: ChatJob, run_id: str, expires_at: int, whole: bool) -> None:
         self._job = job
+        self._whole = whole
+        #: Of the sound, as its stage says; the pipeline's is for an answer that has none.
         self._rate = job.ask.pipeline.audio_rate
         self._created = int(time.time())
         self._run_id = run_id
@@ -118,8 +117,8 @@ class _Answer:
         self.audio_id = f"audio_{run_id}"
         self.expires_at = expires_at
         self.finish: Finish = "stop"
-        #: Of one container for the whole answer; `None` where each piece is a file of its own, or there is no sound.
-        self._encoder = encoder
+        #: Of one container for the whole answer, from its first sound on; `None` where each piece is a file of its own.
+        self._encoder: Encoder | None = None
 
     @property
     def transcript(self) -> str:
@@ -133,6 +132,7 @@ class _Answer:
             self._read = body.prompt_tokens or self._read
             self.finish = body.finish or self.finish
         elif isinstance(body, Audio):
+            self._rate = body.rate
             self._samples += len(samples_of(event))
 
     def usage(self) -> Usage:
@@ -144,13 +144,22 @@ class _Answer:
 
     async def encoded(self, samples: Samples) -> bytes:
         """`samples` as the next piece of the container, or as a whole file in the `content` form."""
-        if self._encoder is not None:
-            return await self._encoder.feed(samples)
         assert self._job.audio
-        return await encode(samples, self._job.audio, self._rate) if len(samples) else b""
+        if not len(samples):
+            return b""
+        if not self._whole and self._job.form == "content":
+            return await encode(samples, self._job.audio, self._rate)
+        if self._encoder is None:
+            stage = self._job.ask.pipeline.tasks[self._job.ask.task].output["audio"]
+            self._encoder = Encoder(self._job.audio, self._rate, whole=self._whole, stage=stage)
+        return await self._encoder.feed(samples)
 
     async def rest(self) -> bytes:
         return await self._encoder.finish() if self._encoder is not None else b""
+
+    async def close(self) -> None:
+        if self._encoder is not None:
+            await self._encoder.close()
 
     def chunks(self) -> Chunks:
         job = self._job
@@ -177,16 +186,13 @@ class _Answer:
 
 
 @asynccontextmanager
-async def _answering(
-    request: web.Request, job: ChatJob, run_id: str, encoder: Encoder | None
-) -> AsyncIterator[_Answer]:
+async def _answering(request: web.Request, job: ChatJob, run_id: str, whole: bool) -> AsyncIterator[_Answer]:
     """An `_Answer` whose encoder is freed, and whose words are remembered as far as they were said."""
     store = request.app[AUDIO_STORE]
-    answer = _Answer(job, run_id, store.expiry(), encoder)
+    answer = _Answer(job, run_id, store.expiry(), whole)
     try:
         yield answer
     finally:
         if job.audio:
             store.put(request[KEY_DIGEST], answer.audio_id, answer.transcript, answer.expires_at)
-        if encoder is not None:
-            await encoder.close()
+        await answer.close()

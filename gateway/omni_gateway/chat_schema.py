@@ -16,6 +16,9 @@ from omni_gateway.errors import quoted
 ChatFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+#: Far more than a context or a decoder takes; each costs time before anything else refuses it.
+_MESSAGES = 2048
+_PARTS = 256
 
 
 class InputAudio(msgspec.Struct):
@@ -41,7 +44,7 @@ class AudioRef(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=_PARTS)] | None = None
     audio: AudioRef | None = None
     tool_calls: Any = None
     function_call: Any = None
@@ -61,7 +64,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=_MESSAGES)]
     model: str | None = None
     modalities: list[str] | None = None
     audio: AudioOptions | None = None

@@ -14,7 +14,7 @@ from omni_common.errors import OmniError, invalid
 from omni_common.frames import Audio, Params, Text, Transcript
 from omni_common.params import check_params
 from omni_common.pipeline import Pipeline
-from omni_gateway.context import ARRIVED, BUS, ERROR_CODE, METRICS, RUN_ID, SETTINGS
+from omni_gateway.context import ARRIVED, BUS, ERROR_CODE, METRICS, RUN_ID, SETTINGS, Settings
 from omni_gateway.errors import error_body, internal_error, quoted, shorten
 from omni_gateway.stream import Ask, Bus, Event, Stream
 
@@ -29,6 +29,7 @@ __all__ = [
     "find_voice",
     "fresh_seed",
     "read_body",
+    "receiving",
     "run_stream",
     "samples_of",
     "sse_response",
@@ -37,20 +38,38 @@ __all__ = [
 T = TypeVar("T")
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 _NO_SAMPLES: Samples = np.zeros(0, np.float32)
+#: Most values in a JSON body: 64 MiB of empty lists are 22 million objects, more than a gigabyte and seconds of the
+#: event loop. A body of this many is decoded within some tens of milliseconds.
+_VALUES = 250_000
+_SCAN_BYTES = 1 << 20
 
 # ------------------------------------------------------------------------------------------------------ the request
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body, of at most `max_body_bytes` and within `body_timeout_s`. Raises OmniError 413, 408."""
+@asynccontextmanager
+async def receiving(request: web.Request) -> AsyncIterator[Settings]:
+    """The block that reads the body, which has `body_timeout_s` for it.
+
+    Raises OmniError 415 for a compressed body, 413 for one that says to be larger than `max_body_bytes`, 408.
+    """
     settings = request.app[SETTINGS]
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        text = f"Content-Encoding {quoted(encoding)} is not supported; send the body as it is."
+        raise invalid(text, "Content-Encoding", code="unsupported_encoding", status=415)
     if (request.content_length or 0) > settings.max_body_bytes:
         raise invalid("The request body is too large.", code="body_too_large", status=413)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await request.read()
+            yield settings
     except TimeoutError:
         raise invalid("The request body took too long to arrive.", code="request_timeout", status=408) from None
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body, of at most `max_body_bytes` and within `body_timeout_s`. Raises OmniError 415, 413, 408."""
+    async with receiving(request):
+        return await request.read()
 
 
 async def decode_body(request: web.Request, kind: type[T]) -> T:
@@ -62,12 +81,15 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise invalid("The body must be application/json.", code="unsupported_media_type", status=415)
     body = await read_body(request)
+    _check_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         path = path.rstrip("`")
         code = "invalid_type" if text.startswith("Expected") else "invalid_value"
+        if text.startswith("Expected `array` of length <="):
+            code = "array_above_max_length"
         if "missing required field" in text:
             code, path = "missing_required_parameter", f"{path}.{text.split('`')[1]}"
         raise invalid(
@@ -75,6 +97,16 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
         ) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(f"The body is not valid JSON: {shorten(str(error), 200)}", code="invalid_json") from None
+
+
+def _check_values(body: bytes) -> None:
+    """Raises OmniError 413 for more than `_VALUES` values; the marks before them count, wherever they stand."""
+    values = 0
+    for start in range(0, len(body), _SCAN_BYTES):
+        values += sum(body.count(mark, start, start + _SCAN_BYTES) for mark in (b",", b"[", b"{"))
+        if values > _VALUES:
+            text = f"The body has too many values: more than {_VALUES} commas and opening brackets."
+            raise invalid(text, code="body_too_large", status=413)
 
 
 def fresh_seed() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.web_exceptions import HTTPException
 
 from omni_common.errors import OmniError, invalid
@@ -16,9 +17,13 @@ from omni_gateway.context import ERROR_CODE
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
+#: What aiohttp's server itself has to say.
+http_log = logging.getLogger("omni_gateway.http")
 
 #: Longest message that leaves the server: it may quote the request.
 _MESSAGE_CHARS = 500
+#: The same for the path of a field: a form's names are the client's.
+_PARAM_CHARS = 200
 #: OpenAI's SDKs send a request again after these, and after 409 and every other 5xx unless told not to.
 _RETRY_HELPS = frozenset({408, 429, 502, 503, 504})
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
@@ -28,9 +33,9 @@ def error_body(error: OmniError) -> dict[str, Any]:
     """OpenAI's `{"error": {"message", "type", "param", "code"}}`."""
     return {
         "error": {
-            "message": shorten(error.message, _MESSAGE_CHARS),
+            "message": _sendable(error.message, _MESSAGE_CHARS),
             "type": _type(error.status),
-            "param": error.param,
+            "param": None if error.param is None else _sendable(error.param, _PARAM_CHARS),
             "code": error.code,
         }
     }
@@ -56,6 +61,18 @@ def internal_error(exc: Exception) -> OmniError:
     return OmniError("The server failed on this request; its log has the reason.")
 
 
+def _not_malformed(record: logging.LogRecord) -> bool:
+    """Logging filter. Bytes that are not HTTP are no fault of ours: one line for them, without traceback or bytes."""
+    exc = record.exc_info[1] if record.exc_info else None
+    if not isinstance(exc, (HttpProcessingError, web.RequestPayloadError)):
+        return True
+    log.info("malformed HTTP, %s: %s", type(exc).__name__, record.getMessage())
+    return False
+
+
+http_log.addFilter(_not_malformed)
+
+
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn what a handler raises into an error response."""
@@ -67,7 +84,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except HTTPException as exc:
         error = _of_http(request, exc)
         headers = {name: value for name, value in exc.headers.items() if name == "Allow"}
-    except web.RequestPayloadError:
+    except (web.RequestPayloadError, HttpProcessingError):
         error = invalid("The request body could not be read to its end.", code="invalid_body")
     except ConnectionError:
         raise
@@ -81,6 +98,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _sendable(text: str, limit: int) -> str:
+    """Cut; what a header or the name of a form's field holds may be no UTF-8, and stands here as surrogates."""
+    return shorten(text, limit).encode(errors="replace").decode()
 
 
 def quoted(value: str, limit: int = 60) -> str:

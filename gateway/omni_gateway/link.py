@@ -1,11 +1,13 @@
 """The real bus behind `stream.py`: submits requests to the scheduler, sends their input, hands out their output."""
 
 import asyncio
+import copy
 import logging
 import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from omni_common.frames import (
     Rejected,
     Relink,
     Submit,
+    Tensor,
 )
 from omni_common.ids import new_incarnation, new_request_id
 from omni_common.member import Member
@@ -35,7 +38,7 @@ from omni_common.pipeline import Pipeline
 from omni_common.run_dir import RunDir
 from omni_common.service import Stop
 from omni_common.sockets import new_context
-from omni_gateway.stream import Ask, Event
+from omni_gateway.stream import Arrays, Ask, Event
 
 log = logging.getLogger("omni.gateway")
 
@@ -43,6 +46,14 @@ log = logging.getLogger("omni.gateway")
 SCHEDULER_S = 5.0
 #: Beyond the queue's own deadline the scheduler's answer must have come.
 ANSWER_MARGIN_S = 5.0
+
+
+class _Arrived(NamedTuple):
+    """An event that the endpoint has not taken, and the credit to give back for it."""
+
+    event: Event
+    edge: str
+    nbytes: int
 
 
 class BusStream:
@@ -55,10 +66,11 @@ class BusStream:
         self._since = asyncio.get_running_loop().time()
         self._modality = {stage: kind for kind, stage in ask.pipeline.tasks[ask.task].output.items()}
         self._open = set(ask.outputs)
-        self._arrived: deque[Delivery] = deque()
+        self._arrived: deque[_Arrived] = deque()
         self._error: OmniError | None = None
         self._news = asyncio.Event()
-        self.placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+        #: False: it failed before.
+        self.placed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def submission(self, live: bool = False) -> Submit:
         """The request as the scheduler gets it; `live`: once more, because the one that placed it is gone."""
@@ -78,15 +90,25 @@ class BusStream:
         )
 
     def deliver(self, delivery: Delivery) -> None:
-        self._arrived.append(delivery)
+        chunk = delivery.chunk
+        # Copied so that the producer's arena never waits for a slow client. Credit bounds what lies here.
+        arrays = {name: np.array(view) for name, view in delivery.arrays.items()}
+        event = Event(self._modality[delivery.stage], chunk.body, arrays, chunk.start, chunk.end, chunk.last)
+        self._arrived.append(_Arrived(event, chunk.edge, delivery.nbytes))
         self._news.set()
 
     def fail(self, error: OmniError) -> None:
         """The request failed. What arrived before stays readable: it is part of the answer."""
-        if not self.placed.done():
-            self.placed.set_exception(error)
         self._error = self._error or error
+        if not self.placed.done():
+            self.placed.set_result(False)
         self._news.set()
+
+    def check(self) -> None:
+        """Raise what the request failed with, if it has."""
+        if self._error:
+            # A copy: the raised one refers to its frames, they to this stream, and such circles are freed late.
+            raise copy.copy(self._error)
 
     @property
     def ready(self) -> bool:
@@ -100,11 +122,14 @@ class BusStream:
         await self._wait_for_first()
         while self._open:
             while not self._arrived:
-                if self._error:
-                    raise self._error
+                self.check()
                 self._news.clear()
                 await self._news.wait()
-            yield self._take(self._arrived.popleft())
+            arrived = self._arrived.popleft()
+            if arrived.event.last:
+                self._open.discard(arrived.event.modality)
+            self._link.used(self.request_id, arrived.edge, arrived.nbytes)
+            yield arrived.event
         self._link.finished(self.request_id)
 
     async def _wait_for_first(self) -> None:
@@ -117,16 +142,6 @@ class BusStream:
         except TimeoutError:
             message = f"nothing came within {limit:g} s"
             raise OmniError(message, status=504, code="first_chunk_timeout") from None
-
-    def _take(self, delivery: Delivery) -> Event:
-        chunk = delivery.chunk
-        modality = self._modality[delivery.stage]
-        if chunk.last:
-            self._open.discard(modality)
-        # Copied so that the producer's arena never waits for a slow client.
-        arrays = {name: np.array(view) for name, view in delivery.arrays.items()}
-        self._link.used(delivery)
-        return Event(modality, chunk.body, arrays, chunk.start, chunk.end, chunk.last)
 
     async def aclose(self) -> None:
         self._link.forget(self.request_id)
@@ -183,8 +198,9 @@ class Link:
         self._streams[stream.request_id] = stream
         try:
             self._member.send(stream.submission())
-            placed = await asyncio.wait_for(stream.placed, limits.queue_s + ANSWER_MARGIN_S)
-            await self._send_input(stream, placed, ask)
+            await asyncio.wait_for(stream.placed, limits.queue_s + ANSWER_MARGIN_S)
+            stream.check()
+            await self._send_input(stream, ask)
         except TimeoutError:
             self.forget(stream.request_id)
             raise OmniError("the scheduler did not answer", status=503, code="scheduler_silent") from None
@@ -204,26 +220,29 @@ class Link:
                 "the scheduler is not there", status=503, code="scheduler_missing", retry_after_s=1.0
             ) from None
 
-    async def _send_input(self, stream: BusStream, placed: Placed, ask: Ask) -> None:
+    async def _send_input(self, stream: BusStream, ask: Ask) -> None:
+        request_id = stream.request_id
         entry = ask.pipeline.tasks[ask.task].input
         for given in ask.given:
             stage = entry[given.modality]  # type: ignore[index]
-            edges = self._node.sink_edges(placed.request_id, (stage,))
+            edges = self._node.sink_edges(request_id, (stage,))
             if not edges:
                 return
             self._room.clear()
-            while (
-                tensors := await asyncio.to_thread(self._node.publish, placed.request_id, given.arrays, len(edges))
-            ) is None:
+            while (tensors := await self._publish(request_id, given.arrays, len(edges))) is None:
                 if stream.failed:
                     return
                 self._node.evict()
                 await self._room.wait()
                 self._room.clear()
-            self._node.emit(placed.request_id, edges, given.start, given.end, given.last, given.body, tensors)
+            self._node.emit(request_id, edges, given.start, given.end, given.last, given.body, tensors)
 
-    def used(self, delivery: Delivery) -> None:
-        self._node.used(delivery.chunk.request_id, delivery.chunk.edge, delivery.nbytes)
+    async def _publish(self, request_id: str, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
+        """As `Node.publish`; a copy of any size does not hold up the loop."""
+        return await asyncio.to_thread(self._node.publish, request_id, arrays, sinks) if arrays else {}
+
+    def used(self, request_id: str, edge: str, nbytes: int) -> None:
+        self._node.used(request_id, edge, nbytes)
 
     def finished(self, request_id: str) -> None:
         """Every final edge has ended: nothing more will come."""
@@ -269,10 +288,20 @@ class Link:
         self._registered.set()
         if again:
             # This scheduler knows nothing: it gets what lives and what has ended.
-            for stream in self._streams.values():
+            for stream in list(self._streams.values()):
+                if not stream.placed.done():
+                    self._rename(stream)
                 self._member.send(stream.submission(live=stream.placed.done()))
             for frame in self._ending.values():
                 self._member.send(frame)
+
+    def _rename(self, stream: BusStream) -> None:
+        """Workers may have the request from a placement whose word died with the scheduler: that one is cancelled."""
+        old = stream.request_id
+        del self._streams[old]
+        self._ending[old] = Cancel(old, "its placement was lost")
+        stream.request_id = new_request_id()
+        self._streams[stream.request_id] = stream
 
     def _on_frame(self, frame: Plain) -> None:
         if isinstance(frame, Fleet):
@@ -299,7 +328,7 @@ class Link:
         if stream is None or stream.placed.done():
             return
         self._node.open(placed.request_id, placed.attempt, placed.sources, placed.sinks)
-        stream.placed.set_result(placed)
+        stream.placed.set_result(True)
 
     def _on_refusal(self, frame: Rejected | Failed) -> None:
         stream = self._streams.get(frame.request_id)

@@ -1,5 +1,7 @@
 """The registry of peers and the choice of replicas. Pure: times are given."""
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,6 +10,7 @@ from omni_common.frames import Beat, Hello, Replica, StageStatus, State
 #: Seconds without a frame after which a peer is asked about, and declared dead.
 SUSPECT_S = 3.0
 DEAD_S = 5.0
+_NAME = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -55,12 +58,17 @@ class StageSettings:
 class Fleet:
     """Every live peer by incarnation."""
 
-    def __init__(self, stages: dict[str, StageSettings]) -> None:
+    def __init__(self, stages: dict[str, StageSettings], recover_s: float) -> None:
         self.stages = stages
         self.peers: dict[str, Peer] = {}
+        #: When a replica of the stage died last.
+        self.died: dict[str, float] = {}
+        self._recover_s = recover_s
 
     def refusal(self, hello: Hello, version: int) -> str:
         """Why this peer cannot take part; empty when it can."""
+        if not _NAME.fullmatch(hello.name):
+            return "a peer's name has 1 to 100 letters, digits and any of . : _ -"
         if hello.version != version:
             return f"protocol version {hello.version} of {hello.name} does not fit version {version} of the scheduler"
         if hello.role != "worker":
@@ -105,6 +113,12 @@ class Fleet:
     def missing(self, stages: Iterable[str]) -> list[str]:
         """Those of `stages` that have no ready replica."""
         return [stage for stage in stages if not any(peer.ready for peer in self.of_stage(stage))]
+
+    def expects(self, stage: str, now: float) -> bool:
+        """A replica of the stage is on its way, or died so lately that its restart may not have said hello."""
+        if now - self.died.get(stage, -math.inf) <= self._recover_s:
+            return True
+        return any(peer.state.state in ("loading", "ready") for peer in self.of_stage(stage))
 
     def silent(self, now: float) -> list[tuple[str, str]]:
         """(incarnation, why) of every peer that must be declared dead now."""

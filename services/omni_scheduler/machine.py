@@ -76,7 +76,8 @@ class Scheduler:
                 name: StageSettings(stage.digest(name), stage.stall_s, stage.load_s)
                 for pipeline in pipelines.values()
                 for name, stage in pipeline.stages.items()
-            }
+            },
+            max((pipeline.limits.recover_s for pipeline in pipelines.values()), default=0.0),
         )
         self.requests: dict[str, Request] = {}
         self.queue: deque[str] = deque()
@@ -94,7 +95,8 @@ class Scheduler:
         #: True when gateways should hear of the fleet before the next tick.
         self.changed = False
         self._fenced: dict[str, str] = {}
-        self._ticked: float | None = None
+        #: The last tick, or the first hello before any.
+        self._awake: float | None = None
 
     # ------------------------------------------------------------------------------------------------------ inputs
 
@@ -128,6 +130,8 @@ class Scheduler:
             claims[:] = [(holder, holding) for holder, holding in claims if holder is not peer]
         self.changed = True
         self.counts["deaths"] += not left
+        if not left:
+            self.fleet.died[peer.hello.stage] = now
         sends = [Send(incarnation, Fenced(why))] if "silent" in why or "hung" in why else []
         if peer.hello.role == "gateway":
             mine = [request for request in self.requests.values() if request.gateway == incarnation]
@@ -150,8 +154,8 @@ class Scheduler:
 
     def tick(self, now: float) -> list[Send]:
         """Deadlines and silences; call a few times a second."""
-        stalled = now - self._ticked if self._ticked is not None else 0.0
-        self._ticked = now
+        stalled = now - (now if self._awake is None else self._awake)
+        self._awake = now
         if stalled > DEAD_S / 2:
             # This process itself was stopped: what the peers sent meanwhile is still in its sockets.
             for peer in self.fleet.peers.values():
@@ -213,6 +217,8 @@ class Scheduler:
         if refusal:
             log.warning("refused %s: %s", hello.name, refusal)
             return [Send(sender, Refused(refusal))]
+        if self._awake is None:
+            self._awake = now
         if sender not in self.fleet.peers:
             self.fleet.peers[sender] = Peer(hello, seen=now, since=now, progress=now)
             self.changed = True
@@ -427,7 +433,7 @@ class Scheduler:
         if request.phase is not Phase.QUEUED:
             return []
         missing = self.fleet.missing(request.plan.stages)
-        hopeless = [stage for stage in missing if not self._expected(stage)]
+        hopeless = [stage for stage in missing if not self.fleet.expects(stage, now)]
         if hopeless and waited > min(MISSING_S, request.submit.queue_s):
             reasons = "; ".join(f"{stage}: {self.fleet.status(stage, 0).missing}" for stage in hopeless)
             return self._apply(request, Refusal("stage_missing", f"cannot run now: {reasons}", 503, retry_after_s=2.0))
@@ -441,14 +447,10 @@ class Scheduler:
         """Give up when a lost stage has no replica and none is on its way for too long."""
         limit = self.pipelines[request.submit.pipeline].limits.recover_s
         for stage, lost in request.lost.items():
-            if now - lost.since > limit and not self._expected(stage):
+            if now - lost.since > limit and not self.fleet.expects(stage, now):
                 message = f"stage {stage} was lost while it worked on the request, and no replica came: {lost.why}"
                 return self._apply(request, Hopeless("stage_lost", message, 503))
         return []
-
-    def _expected(self, stage: str) -> bool:
-        """A replica of the stage is on its way."""
-        return any(peer.state.state in ("loading", "ready") for peer in self.fleet.of_stage(stage))
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
@@ -464,7 +466,7 @@ class Scheduler:
                 assert bool(request.lost) == (request.phase is Phase.RECOVERING), request.story
                 assert {replica.incarnation for replica in request.replicas.values()} <= request.holders, request.story
                 for lost in request.lost.values():
-                    assert lost.asked <= set(self.fleet.peers), request.story
+                    assert set(lost.asked) <= set(self.fleet.peers), request.story
         for peer in self.fleet.peers.values():
             assert len(peer.placed) <= max(peer.hello.slots, 0), peer.name
             for request_id in peer.placed:

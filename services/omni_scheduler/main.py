@@ -4,8 +4,8 @@ import argparse
 import asyncio
 import logging
 
-from omni_common.frames import Plain
-from omni_common.ids import new_incarnation
+from omni_common.frames import Plain, Refused
+from omni_common.ids import is_incarnation, new_incarnation
 from omni_common.lifeline import LifelineServer
 from omni_common.service import Common, Stop, run_service
 from omni_common.sockets import ControlServer, new_context
@@ -37,6 +37,10 @@ class Shell:
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _received(self, sender: str, frame: Plain) -> None:
+        if not is_incarnation(sender):
+            # It would become part of paths.
+            self._control.send(sender, Refused("the routing identity must be the incarnation, 16 hex digits"))
+            return
         self._send(self._machine.received(sender, frame, self._loop.time()))
 
     def _gone(self, incarnation: str) -> None:

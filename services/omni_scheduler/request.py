@@ -6,15 +6,16 @@
            \\  recovering
             -> rejected (gone at once)
 
-When a replica dies, the live consumers of its stages are told to take nothing more from it and asked what they have
-(`recover` -> `held`); when all have answered and a replica is free for each lost stage, those are placed anew at once,
-the stage being given the longest prefix that anybody has, and its live neighbours are linked to it. A further death on
-the way adds to what is lost and starts nothing over.
+When a replica dies, what lives below its stages is told to take nothing more from it and asked what it has of their
+output, or knows of it (`recover` -> `held`); when all have answered and a replica is free for each lost stage, those
+are placed anew at once, each being given the longest prefix that anybody told, and their live neighbours are linked to
+them. A further death on the way adds to what is lost, and is a reason to ask again.
 
 After its outcome is known a request stays as a tombstone until every worker that ever got it has said `closed`, so a
 late frame of it is recognised and a cancel can never be overtaken by what it cancels.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -82,10 +83,18 @@ class Lost:
     incarnation: str
     #: It said goodbye.
     left: bool = False
-    #: Consumers that have not answered `recover` yet.
-    asked: set[str] = field(default_factory=set)
-    position: int = 0
+    #: How many answers to `recover` are due, by peer.
+    asked: Counter[str] = field(default_factory=Counter)
+    #: A consumer has answered, so the end of `decisions` tells how far the stage came.
+    witnessed: bool = False
+    #: The death has been counted.
+    judged: bool = False
+    #: The longest that anybody has or knows.
     decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return self.decisions[-1].end if self.decisions else 0
 
 
 @dataclass(slots=True)
@@ -257,26 +266,29 @@ def _replica_lost(request: Request, event: ReplicaLost) -> list[Send]:
         return []
     request.holders.discard(event.incarnation)
     for lost in request.lost.values():
-        lost.asked.discard(event.incarnation)
+        del lost.asked[event.incarnation]
+    earlier = [] if request.claimable else list(request.lost)
     stages = [name for name, replica in request.replicas.items() if replica.incarnation == event.incarnation]
     sends: list[Send] = []
     for stage in stages:
         del request.replicas[stage]
         request.lost[stage] = Lost(event.now, f"{event.name} {event.why}", event.incarnation, event.left)
         request.phase = Phase.RECOVERING
-    for stage in stages:
+    # Those lost earlier are asked about again: what came from the newly dead since the first answer counts too.
+    for stage in stages + earlier if stages else []:
         sends += _ask(request, stage)
     return sends
 
 
 def _ask(request: Request, stage: str) -> list[Send]:
-    """Ask the live consumers of a lost stage what they have; at the same time they stop to take from the dead."""
+    """Ask what lives below a lost stage what it has of its output; at the same time nobody takes from the dead any
+    more."""
     lost = request.lost[stage]
     sends = []
-    for other in request.plan.out_of(stage):
+    for other in request.plan.below(stage):
         if other not in request.lost:
             peer = request.end(other)[0]
-            lost.asked.add(peer)
+            lost.asked[peer] += 1
             frame = Recover(request.request_id, edge_name(stage, other), lost.incarnation)
             sends.append(Send(peer, frame))
     return sends
@@ -291,16 +303,20 @@ def _answered(request: Request, event: Answered) -> list[Send]:
     peer = request.end(consumer)[0]
     if peer not in lost.asked:
         return []
-    lost.asked.discard(peer)
-    if held.position >= lost.position and len(held.decisions) >= len(lost.decisions):
-        lost.position, lost.decisions = held.position, held.decisions
-    if lost.asked or lost.left or not lost.incarnation:
+    lost.asked[peer] -= 1
+    if not lost.asked[peer]:
+        del lost.asked[peer]
+    if len(held.decisions) > len(lost.decisions):
+        lost.decisions = held.decisions
+    lost.witnessed |= (stage, consumer) in request.plan.edges
+    if lost.asked or lost.left or lost.judged or not lost.witnessed or not lost.incarnation:
         return []
     return _judge_death(request, stage, lost)
 
 
 def _judge_death(request: Request, stage: str, lost: Lost) -> list[Send]:
     """Count a death without progress against the request."""
+    lost.judged = True
     progressed = lost.position > request.reached.get(stage, 0)
     request.deaths[stage] = 0 if progressed else request.deaths.get(stage, 0) + 1
     request.reached[stage] = max(lost.position, request.reached.get(stage, 0))
@@ -320,10 +336,9 @@ def _claimed(request: Request, event: Claimed) -> list[Send]:
     request.replicas[stage] = event.replica
     request.holders.add(event.replica.incarnation)
     del request.lost[stage]
-    if request.lost:
+    if request.claimable:
         return []
-    request.phase = Phase.RUNNING
-    return _restate_links(request)
+    return _end_claims(request)
 
 
 def _restate_links(request: Request) -> list[Send]:
@@ -339,11 +354,21 @@ def _restate_links(request: Request) -> list[Send]:
 
 def _unclaimed(request: Request, event: Unclaimed) -> list[Send]:
     """What nobody claimed died while there was no scheduler."""
-    unclaimed, request.claimable = request.claimable, set()
+    if not request.claimable:
+        return []
+    for stage in request.claimable:
+        request.lost[stage].since = event.now
+    request.claimable = set()
+    return _end_claims(request)
+
+
+def _end_claims(request: Request) -> list[Send]:
+    """What runs is known: it goes on, and is asked about what is lost."""
+    if not request.lost:
+        request.phase = Phase.RUNNING
     sends = _restate_links(request)
     for stage in request.plan.stages:
-        if stage in unclaimed:
-            request.lost[stage].since = event.now
+        if stage in request.lost:
             sends += _ask(request, stage)
     return sends
 

@@ -9,13 +9,16 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from omni_common.decisions import Decided
 from omni_common.edges import InEdge, OutEdge, Retained
 from omni_common.frames import (
+    CLIENT,
     PROTOCOL_VERSION,
     Cancel,
     Chunk,
     Close,
     Closed,
+    Decision,
     Done,
     Error,
     Failed,
@@ -79,6 +82,7 @@ class Edges:
 
     outs: dict[str, OutEdge] = field(default_factory=dict)
     ins: dict[str, InEdge] = field(default_factory=dict)
+    decided: Decided = field(default_factory=Decided)
     #: Pieces that the engine has not taken, by order of arrival.
     pieces: deque[tuple[str, Chunk]] = field(default_factory=deque)
     #: `first` only: where it stands.
@@ -173,16 +177,21 @@ class Actor:
 
     def emit(self, edges: Edges, start: int, end: int, last: bool, text: str) -> None:
         for out in edges.outs.values():
-            out.offer(Retained(start, end, last, Text(text), {}, 1))
+            behind, out.told = edges.decided.since(out.told)
+            out.offer(Retained(start, end, last, Text(text), {}, 1, behind))
             self.pump(out)
 
     def recover(self, frame: Recover) -> Held | None:
         edges = self.requests.get(frame.request_id)
-        edge = edges.ins.get(frame.edge) if edges else None
-        if edge is None or frame.incarnation not in ("", edge.link.incarnation):
+        if edges is None:
             return None
-        edge.fence()
-        return Held(frame.request_id, frame.edge, frame.incarnation, edge.position, edge.ended, list(edge.decisions))
+        edge = edges.ins.get(frame.edge)
+        if edge is not None:
+            if frame.incarnation not in ("", edge.link.incarnation):
+                return None
+            edge.fence()
+        decisions = edges.decided.of(frame.edge.partition(">")[0])
+        return Held(frame.request_id, frame.edge, frame.incarnation, decisions)
 
     def relink(self, frame: Relink) -> None:
         edges = self.requests.get(frame.request_id)
@@ -218,6 +227,11 @@ class Actor:
             if verdict == "gap":
                 self.post(edge.link, edge.reopen())
             elif verdict == "new":
+                if edge.link.stage != CLIENT:
+                    for stage, decisions in frame.behind.items():
+                        edges.decided.learn(stage, decisions)
+                    decision = Decision(frame.start, frame.end, frame.last, frame.body)
+                    edges.decided.learn(edge.link.stage, [decision])
                 self.on_piece(edges, edge, frame)
 
     def on_piece(self, edges: Edges, edge: InEdge, chunk: Chunk) -> None:

@@ -180,7 +180,6 @@ async def steady(rig: Rig) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=TimeoutError, reason="what a client does not read stays in its stage's arena")
 async def test_a_reader_of_shared_memory_that_stops_leaves_room_for_others() -> None:
     """Sixteen clients that do not read, and one that does, over an arena that holds a few of their chunks."""
     overrides = tuple(f"stages.{stage}.arena_mib=8" for stage in ("one", "two", "three"))

@@ -76,7 +76,7 @@ async def test_unknown_routes_and_methods(
         (b'{"messages":"x"}', JSON, 400, "invalid_type", "messages"),
         (b"a=b", {"Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type", None),
         (b"{}", {"Content-Type": "text/plain"}, 415, "unsupported_media_type", None),
-        (b"not gzip", {**JSON, "Content-Encoding": "gzip"}, 400, None, None),
+        (b"not gzip", {**JSON, "Content-Encoding": "gzip"}, 415, "unsupported_encoding", "Content-Encoding"),
     ],
 )
 async def test_bodies_that_are_no_request(
