@@ -192,3 +192,34 @@ async def test_everything_ends_at_once_with_mail_in_every_direction(tmp_path: Pa
     elsewhere.destroy(linger=0)
     await ended
     assert done, "it waited for the peer that does not read"
+
+
+async def test_a_handler_that_raises_leaves_the_socket_awake(tmp_path: Path) -> None:
+    """B067: one frame that somebody cannot handle must not swallow the edge that announced those behind it."""
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, what: told.append(what["exception"]))
+    got: list[str] = []
+
+    def take(frames: list[Plain], parts: list[memoryview]) -> None:
+        for frame in frames:
+            assert isinstance(frame, Closed)
+            if frame.request_id == "10":
+                raise ValueError("cannot handle this")
+            got.append(frame.request_id)
+
+    context = new_context()
+    inbox = Inbox(context, f"ipc://{tmp_path}/in", take)
+    outbox = Outbox(context, inbox.address)
+    for number in range(1000):
+        outbox.send(Closed(f"{number}"))
+        outbox.flush()
+    try:
+        async with asyncio.timeout(5):
+            while len(got) < 999:
+                await asyncio.sleep(0.002)
+    finally:
+        outbox.close()
+        inbox.close()
+        context.destroy(linger=0)
+    assert got == [str(number) for number in range(1000) if number != 10]
+    assert len(told) == 1

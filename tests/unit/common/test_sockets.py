@@ -16,7 +16,8 @@ from omni_common.wire import decode
 async def context() -> AsyncIterator[Context]:
     context = new_context()
     yield context
-    context.term()
+    # Also the sockets of a test that failed: they would hold the end up for ever.
+    context.destroy(linger=0)
 
 
 async def until(condition, timeout_s: float = 10.0) -> None:

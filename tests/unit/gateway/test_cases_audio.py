@@ -212,3 +212,17 @@ async def test_streams_are_not_held_back_by_proxies(url: str, http: aiohttp.Clie
             assert response.headers["X-Accel-Buffering"] == "no"
             assert response.headers["Cache-Control"] == "no-cache"
             assert await response.read()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("rate", [16_000, 48_000])
+async def test_chat_goes_by_the_rate_of_the_sound_as_speech_does(
+    http: aiohttp.ClientSession, bus: RigBus, url: str, rate: int, streamed: bool
+) -> None:
+    """B089: not by what the pipeline's file says, or does not say; else it is too low, with 200."""
+    bus.script = one_second(rate)
+    heard = np.frombuffer((await spoken(http, url, "pcm16", streamed)).sound, "<i2")
+    assert len(heard) == RATE
+    assert pitch(heard, RATE) == pytest.approx(440, abs=1)
+    with wave.open(io.BytesIO((await spoken(http, url, "wav", streamed)).sound)) as reader:
+        assert reader.getframerate() == rate
