@@ -173,7 +173,7 @@ class InEdge:
     #: The producer is declared dead: nothing more is taken from it.
     fenced: bool = False
     #: Counted up from one that no earlier attempt of the same two ends had.
-    opening: int = 0
+    opening: int = field(init=False)
     #: Chunks that arrived before and came again, counted.
     duplicates: int = 0
     #: What the consumer has used up since the opening, which is what credit follows.

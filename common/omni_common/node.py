@@ -8,13 +8,12 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from omni_common.decisions import Decided
+from omni_common.decisions import Ends
 from omni_common.edges import InEdge, OutEdge, Retained, payload_bytes
 from omni_common.errors import OmniError
 from omni_common.frames import (
-    CLIENT,
     Body,
     Chunk,
     Decision,
@@ -50,13 +49,6 @@ class Delivery:
     nbytes: int
 
 
-@dataclass(slots=True)
-class _Request:
-    outs: dict[str, OutEdge] = field(default_factory=dict)
-    ins: dict[str, InEdge] = field(default_factory=dict)
-    decided: Decided = field(default_factory=Decided)
-
-
 class Node:
     """`on_piece(delivery)` for every new chunk; `on_room(request_id)` when chunks of it left; `on_gap(request_id, why)`
     when something of it cannot be received or sent again."""
@@ -81,7 +73,7 @@ class Node:
         self._tensors = TensorPort(run, incarnation, arena_bytes, self._send_release, self._on_mapped)
         self.arena = self._tensors.arena
         self._context = context
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Ends] = {}
         self._early: OrderedDict[tuple[str, str, str], Grant] = OrderedDict()
         self._outboxes: dict[str, Outbox] = {}
         #: Peers that must not be written to again; old ones have no request left that could.
@@ -123,7 +115,7 @@ class Node:
 
         `resume` is output of a former self of this stage that needs no computing: consumers that lack it get it.
         """
-        request = self._requests[request_id] = _Request()
+        request = self._requests[request_id] = Ends()
         for link in sinks:
             edge = OutEdge(request_id, link, self.incarnation, attempt)
             for past in resume:
@@ -201,9 +193,7 @@ class Node:
             if request is None or out is None:
                 self._tensors.let_go(tensors)
                 continue
-            nbytes = payload_bytes(body, size_of(tensors))
-            behind, out.told = request.decided.since(out.told)
-            out.offer(Retained(start, end, last, body, tensors, nbytes, behind))
+            request.offer(out, start, end, last, body, tensors, size_of(tensors))
             self._pump(out)
 
     def backlog(self, request_id: str) -> int:
@@ -260,21 +250,9 @@ class Node:
     # ------------------------------------------------------------------------------------------------- recovery
 
     def recover(self, recover: Recover) -> Held | None:
-        """A stage further up is dead: take nothing more from it and say what is known of its output.
-
-        None: the request is unknown.
-        """
+        """See `Ends.recover`. None also for an unknown request."""
         request = self._requests.get(recover.request_id)
-        if request is None:
-            return None
-        edge = request.ins.get(recover.edge)
-        if edge is not None:
-            # A scheduler that came back empty does not know who the dead producer was.
-            if recover.incarnation not in ("", edge.link.incarnation):
-                return None
-            edge.fence()
-        decisions = request.decided.of(recover.edge.partition(">")[0])
-        return Held(recover.request_id, recover.edge, recover.incarnation, decisions)
+        return request.recover(recover) if request else None
 
     def relink(self, relink: Relink) -> None:
         """A neighbour of the request's stage here was placed anew."""
@@ -403,9 +381,8 @@ class Node:
 
     def _deliver(self, chunk: Chunk, parts: list[memoryview]) -> None:
         request = self._requests.get(chunk.request_id)
-        edge = request.ins.get(chunk.edge) if request else None
-        verdict = edge.accept(chunk) if edge else "stale"
-        if request is None or edge is None or verdict != "new":
+        edge, verdict = request.accept(chunk) if request else (None, "stale")
+        if edge is None or verdict != "new":
             self._tensors.refuse(chunk.tensors)
             self.stale_chunks += 1
             if verdict == "duplicate":
@@ -420,10 +397,6 @@ class Node:
         except OmniError as error:
             self._on_gap(chunk.request_id, f"a tensor on {chunk.edge} cannot be opened: {error}")
             return
-        if edge.link.stage != CLIENT:
-            for stage, decisions in chunk.behind.items():
-                request.decided.learn(stage, decisions)
-            request.decided.learn(edge.link.stage, [Decision(chunk.start, chunk.end, chunk.last, chunk.body)])
         nbytes = payload_bytes(chunk.body, size_of(chunk.tensors) + sum(part.nbytes for part in parts))
         self._on_piece(Delivery(chunk, edge.link.stage, arrays, nbytes))
 

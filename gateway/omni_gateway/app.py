@@ -12,10 +12,6 @@ from omni_gateway.metrics import Metrics, exposition
 from omni_gateway.requests_log import name_response, requests_log
 from omni_gateway.stream import Bus
 
-#: Longer than the 60 s for which nginx and common balancers keep an idle connection to a server: who closes first must
-#: be the side that sends requests, or one of them meets the close.
-KEEP_ALIVE_S = 75.0
-
 
 def create_app(bus: Bus, settings: Settings) -> web.Application:
     """The application over `bus`; serve it with `make_runner`."""
@@ -47,7 +43,6 @@ def make_runner(app: web.Application, *, shutdown_s: float = 60.0) -> web.AppRun
         handler_cancellation=True,
         access_log=None,
         logger=http_log,
-        keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=shutdown_s,
         # A few kilobytes would become gigabytes, on the event loop; `receiving` refuses compressed bodies by name.
         auto_decompress=False,

@@ -69,8 +69,8 @@ class BusStream:
         self._arrived: deque[_Arrived] = deque()
         self._error: OmniError | None = None
         self._news = asyncio.Event()
-        #: False: it failed before.
-        self.placed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        #: Set when it was placed, or failed before.
+        self.settled = asyncio.Event()
 
     def submission(self, live: bool = False) -> Submit:
         """The request as the scheduler gets it; `live`: once more, because the one that placed it is gone."""
@@ -100,8 +100,7 @@ class BusStream:
     def fail(self, error: OmniError) -> None:
         """The request failed. What arrived before stays readable: it is part of the answer."""
         self._error = self._error or error
-        if not self.placed.done():
-            self.placed.set_result(False)
+        self.settled.set()
         self._news.set()
 
     def check(self) -> None:
@@ -198,7 +197,7 @@ class Link:
         self._streams[stream.request_id] = stream
         try:
             self._member.send(stream.submission())
-            await asyncio.wait_for(stream.placed, limits.queue_s + ANSWER_MARGIN_S)
+            await asyncio.wait_for(stream.settled.wait(), limits.queue_s + ANSWER_MARGIN_S)
             stream.check()
             await self._send_input(stream, ask)
         except TimeoutError:
@@ -289,9 +288,9 @@ class Link:
         if again:
             # This scheduler knows nothing: it gets what lives and what has ended.
             for stream in list(self._streams.values()):
-                if not stream.placed.done():
+                if not stream.settled.is_set():
                     self._rename(stream)
-                self._member.send(stream.submission(live=stream.placed.done()))
+                self._member.send(stream.submission(live=stream.settled.is_set()))
             for frame in self._ending.values():
                 self._member.send(frame)
 
@@ -325,10 +324,10 @@ class Link:
 
     def _on_placed(self, placed: Placed) -> None:
         stream = self._streams.get(placed.request_id)
-        if stream is None or stream.placed.done():
+        if stream is None or stream.settled.is_set():
             return
         self._node.open(placed.request_id, placed.attempt, placed.sources, placed.sinks)
-        stream.placed.set_result(True)
+        stream.settled.set()
 
     def _on_refusal(self, frame: Rejected | Failed) -> None:
         stream = self._streams.get(frame.request_id)

@@ -34,9 +34,7 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
     runner = make_runner(app, shutdown_s=CANCEL_S)
     try:
         await runner.setup()
-        sites = _sites(runner, arguments)
-        for site in sites:
-            await site.start()
+        sites = await _listen(runner, arguments)
         log.info("listening on %s", ", ".join(site.name for site in sites))
         await stop.wait()
         for site in sites:
@@ -44,17 +42,23 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
         server = runner.server
         assert server is not None
         await app[DRAIN].wait(lambda: server.connections, DRAIN_S)
-    except OSError as error:
-        raise OmniError(f"cannot listen on {arguments.host} port {arguments.port}: {error.strerror}") from None
     finally:
         await runner.cleanup()
         await link.close()
 
 
-def _sites(runner: web.AppRunner, arguments: argparse.Namespace) -> list[web.BaseSite]:
-    if arguments.listen_fd:
-        return [web.SockSite(runner, socket.socket(fileno=fd)) for fd in arguments.listen_fd]
-    return [web.TCPSite(runner, arguments.host, arguments.port, reuse_port=arguments.reuse_port or None)]
+async def _listen(runner: web.AppRunner, arguments: argparse.Namespace) -> list[web.BaseSite]:
+    """Raises OmniError when the address, or a descriptor that was handed down, cannot be listened at."""
+    try:
+        sites: list[web.BaseSite] = [
+            web.SockSite(runner, socket.socket(fileno=descriptor)) for descriptor in arguments.listen_fd
+        ] or [web.TCPSite(runner, arguments.host, arguments.port, reuse_port=arguments.reuse_port or None)]
+        for site in sites:
+            await site.start()
+    except OSError as error:
+        address = f"{arguments.host} port {arguments.port}"
+        raise OmniError(f"cannot listen on {arguments.listen_fd or address}: {error.strerror}") from None
+    return sites
 
 
 def main() -> int:

@@ -114,11 +114,13 @@ class Fleet:
         """Those of `stages` that have no ready replica."""
         return [stage for stage in stages if not any(peer.ready for peer in self.of_stage(stage))]
 
+    def starting(self, stage: str) -> bool:
+        """A replica of the stage loads, or is there."""
+        return any(peer.state.state in ("loading", "ready") for peer in self.of_stage(stage))
+
     def expects(self, stage: str, now: float) -> bool:
         """A replica of the stage is on its way, or died so lately that its restart may not have said hello."""
-        if now - self.died.get(stage, -math.inf) <= self._recover_s:
-            return True
-        return any(peer.state.state in ("loading", "ready") for peer in self.of_stage(stage))
+        return self.starting(stage) or now - self.died.get(stage, -math.inf) <= self._recover_s
 
     def silent(self, now: float) -> list[tuple[str, str]]:
         """(incarnation, why) of every peer that must be declared dead now."""

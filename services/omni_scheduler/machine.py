@@ -1,6 +1,7 @@
 """The scheduler's decisions: frames and deaths in, frames out. Pure; `main.py` puts it on sockets and a clock."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -96,7 +97,7 @@ class Scheduler:
         self.changed = False
         self._fenced: dict[str, str] = {}
         #: The last tick, or the first hello before any.
-        self._awake: float | None = None
+        self._awake = math.inf
 
     # ------------------------------------------------------------------------------------------------------ inputs
 
@@ -130,8 +131,6 @@ class Scheduler:
             claims[:] = [(holder, holding) for holder, holding in claims if holder is not peer]
         self.changed = True
         self.counts["deaths"] += not left
-        if not left:
-            self.fleet.died[peer.hello.stage] = now
         sends = [Send(incarnation, Fenced(why))] if "silent" in why or "hung" in why else []
         if peer.hello.role == "gateway":
             mine = [request for request in self.requests.values() if request.gateway == incarnation]
@@ -139,6 +138,8 @@ class Scheduler:
         else:
             mine = [self.requests[request_id] for request_id in sorted(peer.placed)]
             event = ReplicaLost(incarnation, peer.name, why, now, left)
+            if not left:
+                self.fleet.died[peer.hello.stage] = now
         log.log(
             logging.WARNING if mine else logging.INFO,
             "%s (%s) is gone: %s; requests: %s",
@@ -154,7 +155,7 @@ class Scheduler:
 
     def tick(self, now: float) -> list[Send]:
         """Deadlines and silences; call a few times a second."""
-        stalled = now - (now if self._awake is None else self._awake)
+        stalled = now - self._awake
         self._awake = now
         if stalled > DEAD_S / 2:
             # This process itself was stopped: what the peers sent meanwhile is still in its sockets.
@@ -217,8 +218,7 @@ class Scheduler:
         if refusal:
             log.warning("refused %s: %s", hello.name, refusal)
             return [Send(sender, Refused(refusal))]
-        if self._awake is None:
-            self._awake = now
+        self._awake = min(self._awake, now)
         if sender not in self.fleet.peers:
             self.fleet.peers[sender] = Peer(hello, seen=now, since=now, progress=now)
             self.changed = True
@@ -447,7 +447,7 @@ class Scheduler:
         """Give up when a lost stage has no replica and none is on its way for too long."""
         limit = self.pipelines[request.submit.pipeline].limits.recover_s
         for stage, lost in request.lost.items():
-            if now - lost.since > limit and not self.fleet.expects(stage, now):
+            if now - lost.since > limit and not self.fleet.starting(stage):
                 message = f"stage {stage} was lost while it worked on the request, and no replica came: {lost.why}"
                 return self._apply(request, Hopeless("stage_lost", message, 503))
         return []

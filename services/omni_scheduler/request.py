@@ -267,15 +267,15 @@ def _replica_lost(request: Request, event: ReplicaLost) -> list[Send]:
     request.holders.discard(event.incarnation)
     for lost in request.lost.values():
         del lost.asked[event.incarnation]
-    earlier = [] if request.claimable else list(request.lost)
     stages = [name for name, replica in request.replicas.items() if replica.incarnation == event.incarnation]
+    # Those lost earlier are asked about again: what came from the newly dead since the first answer counts too.
+    again = list(request.lost) if stages and not request.claimable else []
     sends: list[Send] = []
     for stage in stages:
         del request.replicas[stage]
         request.lost[stage] = Lost(event.now, f"{event.name} {event.why}", event.incarnation, event.left)
         request.phase = Phase.RECOVERING
-    # Those lost earlier are asked about again: what came from the newly dead since the first answer counts too.
-    for stage in stages + earlier if stages else []:
+    for stage in stages + again:
         sends += _ask(request, stage)
     return sends
 

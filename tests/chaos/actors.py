@@ -9,16 +9,14 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_common.decisions import Decided
+from omni_common.decisions import Ends
 from omni_common.edges import InEdge, OutEdge, Retained
 from omni_common.frames import (
-    CLIENT,
     PROTOCOL_VERSION,
     Cancel,
     Chunk,
     Close,
     Closed,
-    Decision,
     Done,
     Error,
     Failed,
@@ -77,12 +75,9 @@ HONEST = {"poison_request", "stage_failed_on_purpose", "stage_missing"}
 
 
 @dataclass(slots=True)
-class Edges:
-    """What a node knows of a request."""
+class Edges(Ends):
+    """What a process knows of a request."""
 
-    outs: dict[str, OutEdge] = field(default_factory=dict)
-    ins: dict[str, InEdge] = field(default_factory=dict)
-    decided: Decided = field(default_factory=Decided)
     #: Pieces that the engine has not taken, by order of arrival.
     pieces: deque[tuple[str, Chunk]] = field(default_factory=deque)
     #: `first` only: where it stands.
@@ -177,21 +172,12 @@ class Actor:
 
     def emit(self, edges: Edges, start: int, end: int, last: bool, text: str) -> None:
         for out in edges.outs.values():
-            behind, out.told = edges.decided.since(out.told)
-            out.offer(Retained(start, end, last, Text(text), {}, 1, behind))
+            edges.offer(out, start, end, last, Text(text), {}, 0)
             self.pump(out)
 
     def recover(self, frame: Recover) -> Held | None:
         edges = self.requests.get(frame.request_id)
-        if edges is None:
-            return None
-        edge = edges.ins.get(frame.edge)
-        if edge is not None:
-            if frame.incarnation not in ("", edge.link.incarnation):
-                return None
-            edge.fence()
-        decisions = edges.decided.of(frame.edge.partition(">")[0])
-        return Held(frame.request_id, frame.edge, frame.incarnation, decisions)
+        return edges.recover(frame) if edges else None
 
     def relink(self, frame: Relink) -> None:
         edges = self.requests.get(frame.request_id)
@@ -218,21 +204,17 @@ class Actor:
                 out.grant(frame)
                 self.pump(out)
         elif edges is not None:
-            edge = edges.ins[frame.edge]
             if isinstance(frame, Sent):
+                edge = edges.ins[frame.edge]
                 if edge.link.incarnation == frame.source and edge.lacks(frame.chunks, frame.opening):
                     self.post(edge.link, edge.reopen())
                 return
-            verdict = edge.accept(frame)
+            accepting, verdict = edges.accept(frame)
+            assert accepting is not None
             if verdict == "gap":
-                self.post(edge.link, edge.reopen())
+                self.post(accepting.link, accepting.reopen())
             elif verdict == "new":
-                if edge.link.stage != CLIENT:
-                    for stage, decisions in frame.behind.items():
-                        edges.decided.learn(stage, decisions)
-                    decision = Decision(frame.start, frame.end, frame.last, frame.body)
-                    edges.decided.learn(edge.link.stage, [decision])
-                self.on_piece(edges, edge, frame)
+                self.on_piece(edges, accepting, frame)
 
     def on_piece(self, edges: Edges, edge: InEdge, chunk: Chunk) -> None:
         raise AssertionError

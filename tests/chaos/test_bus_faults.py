@@ -119,7 +119,7 @@ async def test_ten_schedulers_in_a_row_die_under_one_stream(rig: Rig) -> None:
 
 @pytest.mark.slow
 async def test_a_scheduler_that_is_stopped_for_long_goes_on_with_everybody(rig: Rig) -> None:
-    """Longer than ZeroMQ's heartbeats wait: every connection is made anew when it wakes."""
+    """Longer than a peer may be silent: what everybody said meanwhile is in its sockets when it wakes."""
     stream = await rig.link.submit(words(rig, 100, ("text",)))
     scheduler = rig.link.fleet.scheduler
     rig.kill("scheduler", signal.SIGSTOP)

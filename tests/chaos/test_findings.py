@@ -6,7 +6,7 @@ from chaos.world import World
 from omni_common.edges import InEdge, OutEdge, Retained
 from omni_common.frames import PROTOCOL_VERSION, Closed, Done, Fenced, Hello, Link, Text
 from omni_scheduler.request import Phase
-from unit.scheduler.test_machine import REQUEST, full_system
+from unit.scheduler.system import REQUEST, full_system
 
 
 @pytest.fixture
