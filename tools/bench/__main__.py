@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import uvloop
-from tools.bench import embedded, hop, identity, latency, stream
+from tools.bench import embedded, hop, identity, latency, slow_reader, stream
 from tools.bench.report import Effort, Result, machine, table, to_json
 
 from omni_common.errors import OmniError
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[Effort], Coroutine[None, None, Result]]] = {
     "stream": stream.measure,
     "latency": latency.measure,
     "identity": identity.measure,
+    "slow_reader": slow_reader.measure,
     "embedded": embedded.measure,
 }
 QUICK = Effort(rounds=1, scale=0.02)

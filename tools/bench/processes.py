@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -136,3 +137,8 @@ def cpu_s(pid: int) -> float:
     Its clock's number is made as in linux/posix-timers.h: the inverted pid, and 2 for the scheduler's own count.
     """
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

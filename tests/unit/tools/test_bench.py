@@ -17,6 +17,10 @@ KEY_FIGURES = {
     "stream": {"events a second, Omnibus / bare": ">= 0.5", "gateway's CPU an event, Omnibus / bare": "<= 1.7"},
     "latency": {"bus / half a blocking round trip": "<= 2.5"},
     "identity": {"2 MB tensor, 1 at a time: p50": "<= 4", "2 MB tensor, 150 at a time": ">= 350"},
+    "slow_reader": {
+        "beside / alone": "<= 1.25",
+        "tokens that the thinker made for the slow client, once all was full": "<= 0",
+    },
     "embedded": {
         "one core: short, by text, wall time / in a row": "<= 1.05",
         "one core: short, by voice, first audio": "<= 0.6",
@@ -36,7 +40,10 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["hop", "stream", "latency", "identity", pytest.param("embedded", marks=[pytest.mark.embedded, pytest.mark.slow])],
+    [
+        *("hop", "stream", "latency", "identity", "slow_reader"),
+        pytest.param("embedded", marks=[pytest.mark.embedded, pytest.mark.slow]),
+    ],
 )
 def test_a_benchmark_runs_and_keeps_its_figures(name: str, tmp_path: Path) -> None:
     done = run(name, "--quick", "--json", "found.json", cwd=tmp_path)
@@ -47,8 +54,8 @@ def test_a_benchmark_runs_and_keeps_its_figures(name: str, tmp_path: Path) -> No
     figures = {figure["name"]: figure for figure in found["benchmarks"][name]["figures"]}
     assert {key: figures[key]["goal"] for key in KEY_FIGURES[name]} == KEY_FIGURES[name]
     for figure in figures.values():
-        assert 0 < figure["low"] <= figure["median"] <= figure["high"] < math.inf, figure
-        assert figure["rounds"] == 1
+        assert 0 <= figure["low"] <= figure["median"] <= figure["high"] < math.inf, figure
+        assert figure["rounds"] == 1 or name == "slow_reader"
         assert (figure["met"] is None) == (figure["goal"] is None)
         assert f"| {figure['name']} " in done.stdout
 
