@@ -85,9 +85,25 @@ class AudioPart(Struct, tag_field="part", tag="audio"):
     index: int
 
 
+class ImagePart(Struct, tag_field="part", tag="image"):
+    """Stands for the request's image number `index`."""
+
+    index: int
+
+
+class VideoPart(Struct, tag_field="part", tag="video"):
+    """Stands for the request's video number `index`; `audio` is the number of its sound among the audios, -1: none."""
+
+    index: int
+    audio: int = -1
+
+
+Part = TextPart | AudioPart | ImagePart | VideoPart
+
+
 class Message(Struct):
     role: Literal["system", "user", "assistant"]
-    parts: list[TextPart | AudioPart]
+    parts: list[Part]
 
 
 class Prompt(Struct, tag_field="kind", tag="prompt"):
@@ -144,6 +160,45 @@ class Audio(Struct, tag_field="kind", tag="audio"):
     text: str = ""
 
 
+class Image(Struct, tag_field="kind", tag="image"):
+    """One image in tensor `pixels`, uint8 [height, width, 3], RGB, upright. Edge unit: pieces of input."""
+
+    #: Which image of the request (input).
+    index: int = 0
+
+
+class Video(Struct, tag_field="kind", tag="video"):
+    """Frames of a video in tensor `frames`, uint8 [n, height, width, 3], RGB. Edge unit: pieces of input."""
+
+    #: Which video of the request (input).
+    index: int = 0
+    #: Frames a second, as sampled.
+    fps: float = 0.0
+    #: True on the last piece of video `index`.
+    end_of_video: bool = False
+
+
+class Features(Struct, tag_field="kind", tag="features"):
+    """A tokenised prompt with its media as a model's encoders take them. Edge unit: prompts (always [0, 1)).
+
+    Tensor `ids` int64 [length] holds the prompt with every media placeholder repeated to its length; the others are
+    named as transformers' processor of the family names them, without a batch axis of 1.
+    """
+
+    #: Digest of each media item in the order of its placeholders: equal content, equal digest.
+    digests: list[str] = []
+    use_audio_in_video: bool = False
+
+
+class Codes(Struct, tag_field="kind", tag="codes"):
+    """Codec frames of a talker. Edge unit: frames."""
+
+    #: A list a frame, an id a code group.
+    frames: list[list[int]]
+    #: Why the frames ended, on the last piece only.
+    finish: Literal["", "stop", "length"] = ""
+
+
 class Latent(Struct, tag_field="kind", tag="latent"):
     """A piece of a stage's internal representation in the chunk's tensors, named and shaped as the model file says.
 
@@ -157,7 +212,7 @@ class Latent(Struct, tag_field="kind", tag="latent"):
     end_of_unit: bool = False
 
 
-Body = Prompt | Text | Transcript | Audio | Latent
+Body = Prompt | Text | Transcript | Audio | Image | Video | Features | Codes | Latent
 
 
 class Decision(Struct):

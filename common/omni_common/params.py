@@ -37,6 +37,19 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
+class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """Autoregressive text, or the codes of a voice."""
+
+    #: Only for stages that speak.
+    voice: str = ""
+
+
+class Voiced(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The decoding of a voice's codes."""
+
+    voice: str = ""
+
+
 class Recognition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Speech to text."""
 
@@ -70,13 +83,15 @@ class NoParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A stage that takes no parameters."""
 
 
-AnyParams = Sampling | Recognition | Speech | NoParams
+AnyParams = Sampling | Generation | Recognition | Speech | Voiced | NoParams
 
 #: Which struct an engine's parameters are. Names are those of `engine:` in a pipeline file.
 BY_ENGINE: dict[str, type[AnyParams]] = {
     "llamacpp": Sampling,
     "recogniser": Recognition,
     "onnx": Speech,
+    "transformers": Generation,
+    "codec": Voiced,
     "fake": Sampling,
 }
 

@@ -103,6 +103,9 @@ class Engine(Protocol):
     #: and the job's outputs begin after it. False: the job is computed again from its input, which gives the same
     #: output at the same positions; what the consumers have is not sent again.
     resumes: bool
+    #: With `resumes`: outputs have tensors that a decision does not hold, so the engine computes them again from
+    #: position 0, along what was decided. False: the shell hands the decisions on, outputs begin after them.
+    rebuilds: bool
 
     def load(self, context: LoadContext) -> None:
         """Load the weights and run a tiny job (the warm-up). Raises with the reason when the stage cannot work."""

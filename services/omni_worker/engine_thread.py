@@ -132,6 +132,10 @@ class EngineThread:
         return self._engine.resumes
 
     @property
+    def rebuilds(self) -> bool:
+        return self._engine.rebuilds
+
+    @property
     def busy(self) -> bool:
         """Work is due: what makes a still step counter suspicious."""
         return (self._engine.busy or self._engine.in_flight) and not self._open.keys() <= self.blocked

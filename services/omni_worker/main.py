@@ -19,6 +19,9 @@ ENGINES = {
     "llamacpp": ("omni_worker.engines.llamacpp", "Llamacpp"),
     "recogniser": ("omni_worker.engines.recogniser", "Recogniser"),
     "onnx": ("omni_worker.engines.onnx", "Onnx"),
+    "processor": ("omni_worker.engines.processor", "Processor"),
+    "transformers": ("omni_worker.engines.autoregressive", "Autoregressive"),
+    "codec": ("omni_worker.engines.codec", "Codec"),
     "fake": ("omni_worker.engines.fake", "FakeEngine"),
 }
 

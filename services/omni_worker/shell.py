@@ -212,8 +212,9 @@ class Worker:
             self._fail(Failure(request_id, error.message, error.code, error.status, error.param))
             return
         resume = tuple(place.resume) if self._thread.resumes else ()
+        handed_on = () if self._thread.rebuilds else resume
         # An end that was decided needs no engine, only somebody who still has it.
-        if not (resume and resume[-1].last):
+        if not (handed_on and handed_on[-1].last):
             self._thread.send(
                 Add(
                     Job(
@@ -227,7 +228,7 @@ class Worker:
                     )
                 )
             )
-        self._node.open(request_id, place.attempt, place.sources, place.sinks, resume)
+        self._node.open(request_id, place.attempt, place.sources, place.sinks, handed_on)
 
     def _recover(self, recover: Recover) -> None:
         held = self._node.recover(recover)

@@ -23,6 +23,7 @@ class Pacer:
 
     in_flight = False
     resumes = False
+    rebuilds = False
 
     def __init__(self) -> None:
         self.busy = False

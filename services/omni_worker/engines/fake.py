@@ -50,6 +50,7 @@ class FakeEngine:
     """See the module's docstring."""
 
     in_flight = False
+    rebuilds = False
 
     def __init__(self) -> None:
         # The event loop asks whether it is busy before it is loaded, and while the engine thread changes this.

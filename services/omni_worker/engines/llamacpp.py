@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from omni_common.errors import OmniError, invalid
-from omni_common.frames import AudioPart, Message, Prompt, Text, TextPart, Transcript
+from omni_common.frames import AudioPart, Message, Part, Prompt, Text, TextPart, Transcript
 from omni_common.params import Sampling
 from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.llama_server import LlamaServer, Sampled
@@ -113,6 +113,7 @@ class Llamacpp:
     """
 
     resumes = True
+    rebuilds = False
 
     def __init__(self) -> None:
         self._server: LlamaServer | None = None
@@ -365,8 +366,15 @@ def spoken(heard: dict[int, str]) -> list[Message]:
 
 def content(message: Message, heard: dict[int, str]) -> str:
     """A message's text, one line a part; an audio part is what was heard."""
-    parts = (heard.get(p.index, "").strip() if isinstance(p, AudioPart) else p.text for p in message.parts)
-    return "\n".join(parts)
+    return "\n".join(_words(part, heard) for part in message.parts)
+
+
+def _words(part: Part, heard: dict[int, str]) -> str:
+    if isinstance(part, TextPart):
+        return part.text
+    if isinstance(part, AudioPart):
+        return heard.get(part.index, "").strip()
+    raise invalid("This model neither sees images nor videos.", "messages")
 
 
 def common(held: list[int], ids: list[int]) -> int:

@@ -52,6 +52,7 @@ class Onnx:
 
     in_flight = False
     resumes = False
+    rebuilds = False
 
     def __init__(self) -> None:
         self.busy = False

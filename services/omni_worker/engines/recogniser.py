@@ -99,6 +99,7 @@ class Recogniser:
     in_flight = False
     #: Windows are cut by the samples alone, so after a death the same ones are decoded again.
     resumes = False
+    rebuilds = False
 
     def __init__(self) -> None:
         self.busy = False

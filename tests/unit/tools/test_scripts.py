@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[3]
 PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(9, 16)))
 LOCKS = {
     name: (ROOT / name).read_text()
-    for name in ("requirements.lock", "requirements-test.lock", "requirements-openai2.lock")
+    for name in (
+        "requirements.lock",
+        "requirements-transformers.lock",
+        "requirements-test.lock",
+        "requirements-openai2.lock",
+    )
 }
 
 
@@ -93,15 +98,16 @@ def test_installing_again_does_nothing_until_a_lock_changes(checkout: Checkout) 
     assert checkout.asked("-m venv") == 1
     assert checkout.asked("--require-hashes -r requirements-test.lock") == 1
     assert checkout.asked("--target .venv/openai2 --require-hashes -r requirements-openai2.lock") == 1
-    for kind in ("run", "test"):
+    assert checkout.asked("--require-hashes -r requirements-transformers.lock") == 1
+    for kind in ("run", "transformers", "test"):
         assert checkout.run("tools/install", kind) == (0, "", "")
-    assert checkout.asked("--require-hashes") == 2
+    assert checkout.asked("--require-hashes") == 3
     with (checkout.path / "requirements.lock").open("a") as file:
         file.write("# changed\n")
     assert checkout.run("tools/install")[0] == 0
-    assert checkout.asked("--require-hashes") == 3
+    assert checkout.asked("--require-hashes") == 4
     assert checkout.run("tools/install", "test")[0] == 0
-    assert checkout.asked("--require-hashes") == 5
+    assert checkout.asked("--require-hashes") == 7
     assert checkout.asked("-m venv") == 1
 
 
@@ -139,8 +145,11 @@ def test_an_unknown_kind_is_refused(checkout: Checkout) -> None:
     assert checkout.run("tools/install", "everything")[0] == 2
 
 
+PIN = re.compile(r"^([a-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
+
+
 def pins(lock: str) -> dict[str, str]:
-    return dict(re.findall(r"^([a-z0-9._-]+)==([^ ;\\]+)", LOCKS[lock], re.MULTILINE))
+    return dict(PIN.findall(LOCKS[lock]))
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -156,9 +165,19 @@ def test_the_locks_fit_the_project_and_each_other() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     run = [*project["project"]["dependencies"], *extras["embedded"], *project["dependency-groups"]["build"]]
-    for lock, wanted in (("requirements.lock", run), ("requirements-test.lock", run + extras["test"])):
+    torch = [*project["project"]["dependencies"], *extras["transformers"]]
+    for lock, wanted in (
+        ("requirements.lock", run),
+        ("requirements-test.lock", run + extras["test"]),
+        ("requirements-transformers.lock", torch),
+    ):
         have = pins(lock)
         for requirement in map(Requirement, wanted):
             version = have.get(canonicalize_name(requirement.name), "")
             assert requirement.specifier.contains(version or "0"), f"{requirement} is not in {lock}; run tools/lock"
     assert pins("requirements.lock").items() <= pins("requirements-test.lock").items()
+    # The one lock is for every Python, and may have a package in several versions.
+    together = set(PIN.findall(LOCKS["requirements-test.lock"]))
+    names = {name for name, _ in together}
+    torch_pins = pins("requirements-transformers.lock").items()
+    assert [pin for pin in torch_pins if pin[0] in names and pin not in together] == []

@@ -30,6 +30,7 @@ class HandEngine:
 
     in_flight = False
     resumes = False
+    rebuilds = False
 
     def __init__(self) -> None:
         self.ready: list[Output | Failure] = []
