@@ -90,6 +90,7 @@ BY_ENGINE: dict[str, type[AnyParams]] = {
     "llamacpp": Sampling,
     "recogniser": Recognition,
     "onnx": Speech,
+    "processor": NoParams,
     "transformers": Generation,
     "codec": Voiced,
     "fake": Sampling,
