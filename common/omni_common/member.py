@@ -96,9 +96,9 @@ class Member:
             self._on_frame(frame)
 
     def _send_beat(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
         if self._registered:
             self._control.send(self._beat())
-        self._timer = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def close(self, reason: str) -> None:
         """Say goodbye, wait a moment for the answer (else the lifeline's end looks like a death), and leave."""

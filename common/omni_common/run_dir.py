@@ -47,6 +47,19 @@ def _is_alive(lifeline: Path) -> bool:
     return True
 
 
+def _is_refused(path: Path) -> bool:
+    """The process that listened there has ended: a stopped one's takes connections, and other errors prove nothing."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
 class RunDir:
     """Paths in the run folder of one instance.
 
@@ -97,6 +110,12 @@ class RunDir:
             return
         for name in (f"{incarnation}.in", f"{incarnation}.fd"):
             (self.path / name).unlink(missing_ok=True)
+
+    def dead(self) -> list[str]:
+        """Incarnations that have both sockets here and live no more: nobody listens."""
+        # A process that starts has its inbox last: with that, it listens at the other one.
+        found = [path.stem for path in self.path.glob("*.in") if is_incarnation(path.stem)]
+        return [incarnation for incarnation in found if _is_refused(self.descriptor(incarnation))]
 
     def clear_control(self) -> None:
         """Remove the scheduler's socket; for the scheduler that ends."""

@@ -219,11 +219,13 @@ class Scheduler:
             log.warning("refused %s: %s", hello.name, refusal)
             return [Send(sender, Refused(refusal))]
         self._awake = min(self._awake, now)
+        sends = [Send(sender, Welcome(self.incarnation))]
         if sender not in self.fleet.peers:
             self.fleet.peers[sender] = Peer(hello, seen=now, since=now, progress=now)
             self.changed = True
             log.info("%s (%s) is here", hello.name, sender)
-        sends = [Send(sender, Welcome(self.incarnation))]
+            # It may know them from an earlier scheduler, and keep what they left for as long as nobody says so.
+            sends += [Send(sender, Lost(dead)) for dead in self._fenced]
         for holding in hello.holding:
             sends += self._claim(self.fleet.peers[sender], holding)
         return sends

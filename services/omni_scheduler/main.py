@@ -34,6 +34,9 @@ class Shell:
 
     async def start(self) -> None:
         await self._lifelines.start()
+        for incarnation in self._run.dead():
+            # It died while there was no scheduler to see it.
+            self._gone(incarnation)
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _received(self, sender: str, frame: Plain) -> None:

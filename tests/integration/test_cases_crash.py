@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from omni_common.errors import OmniError
-from omni_common.frames import Beat
+from omni_common.frames import Beat, Text
 from omni_gateway.stream import Event
 from support.http import free_port, gateway
 from support.rig import Rig, fake, running, until
@@ -65,8 +66,16 @@ async def counted(http: aiohttp.ClientSession, url: str, outcome: str, status: i
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
+def is_ready(rig: Rig, stage: str) -> bool:
+    return rig.ready(stage) == 1
+
+
+def is_gone(rig: Rig, stage: str) -> bool:
+    return not rig.replicas(stage)
+
+
 def text_of(events: list[Event]) -> str:
-    return "".join(event.body.text for event in events if event.modality == "text" and event.body)
+    return "".join(event.body.text for event in events if event.modality == "text" and isinstance(event.body, Text))
 
 
 def sound_of(events: list[Event]) -> np.ndarray:
@@ -88,7 +97,8 @@ async def test_a_failure_has_its_status_or_its_event_and_is_counted() -> None:
             assert "told to fail" in text and '"error"' in text
             assert "[DONE]" not in text and '"finish_reason":"' not in text
             assert status == (500 if token == 0 else 200) and text.startswith("data: ") == bool(token)
-            assert text.count("data: ") == (0 if token == 0 else token + 1)
+            # The role, the tokens, the error.
+            assert text.count("data: ") == (0 if token == 0 else 1 + token + 1)
             assert await counted(http, url, "error", status) == 1
             assert await counted(http, url, "success", 200) == 0
             assert (await post(http, url, chat("tokens", max_tokens=token)))[0] == (200 if token else 400)
@@ -160,7 +170,7 @@ async def test_encoders_of_many_streams_outlive_clients_that_leave() -> None:
 
         whole = {form: await one(form, -1) for form in marks}
         resident: list[int] = []
-        for _ in range(8):
+        for _ in range(12):
             asked = [(form, chance.randrange(4) if number % 2 else -1) for form in marks for number in range(10)]
             sizes = await asyncio.gather(*(one(*ask) for ask in asked))
             for (form, leaves), size in zip(asked, sizes, strict=True):
@@ -169,7 +179,8 @@ async def test_encoders_of_many_streams_outlive_clients_that_leave() -> None:
             # B069: nothing that clients ask for starts a process.
             assert process.children(recursive=True) == []
         assert rig.processes[name].poll() is None
-        assert resident[-1] - resident[3] < 16 * MIB, resident
+        # An encoder has a few hundred KB, and 240 of them came after the fourth round.
+        assert resident[-1] - resident[3] < 40 * MIB, resident
         await rig.idle()
 
 
@@ -302,7 +313,8 @@ async def test_a_beat_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
 async def test_kill_9_of_one_instance_leaves_others_with_the_same_command_line_alone() -> None:
     """B057: children end, and nothing that only looks like one."""
     alike = [sys.executable, "-c", "input()", "-m", "omni_worker.main", "--stage", "two", "--name", "two-0"]
-    with subprocess.Popen(alike, stdin=subprocess.PIPE, start_new_session=True) as bystander:
+    bystander = await asyncio.create_subprocess_exec(*alike, stdin=subprocess.PIPE, start_new_session=True)
+    try:
         async with serving() as one, serving() as two:
             pids = two.pids()
             fds = [os.pidfd_open(pid) for pid in one.pids().values()]
@@ -310,9 +322,10 @@ async def test_kill_9_of_one_instance_leaves_others_with_the_same_command_line_a
             assert_ends(fds, within_s=10.0)
             assert two.pids() == pids and {r.state for r in (await two.fleet()).replicas} == {"ready"}
             assert await two.end() == 0
-        assert bystander.poll() is None
-        bystander.communicate(b"\n")
-        assert bystander.returncode == 0
+        assert bystander.returncode is None
+    finally:
+        await bystander.communicate(b"\n")
+    assert bystander.returncode == 0
 
 
 def arenas(rig: Rig) -> set[str]:
@@ -333,6 +346,30 @@ def living(rig: Rig) -> set[str]:
     return {rig.link._node.incarnation} | {replica.incarnation for replica in rig.link.fleet.replicas}
 
 
+async def test_what_a_worker_left_that_died_unseen_is_cleared_away() -> None:
+    """B060: it died while there was no scheduler. Its neighbours let go of its memory, and its sockets go."""
+    async with running(fake("identity3")) as rig:
+        big = np.zeros(900_000, np.uint8)
+
+        def sockets() -> set[str]:
+            return {path.stem for path in rig.run.path.iterdir() if path.suffix in (".in", ".fd")}
+
+        for stage in ("one", "three"):
+            # Everybody has mapped the memory of whoever sends to it.
+            await rig.answer(rig.ask(arrays={"x": big}))
+            (dead,) = rig.replicas(stage)
+            for name in ("scheduler", stage):
+                rig.kill(name)
+                await rig.wait(name)
+            assert dead.incarnation in arenas(rig) & sockets()
+            rig.worker(stage)
+            rig.scheduler()
+            await rig.answer(rig.ask(arrays={"x": big}))
+            await until(partial(is_ready, rig, stage))
+            await until(lambda: arenas(rig) == sockets() == living(rig), 10)
+        await rig.idle()
+
+
 async def test_restarts_after_deaths_under_load_succeed_and_leave_no_memory() -> None:
     """B060: a stage dies, the others run on without it, then everything is killed and started again, four times."""
     stages = ("one", "two", "three")
@@ -347,11 +384,11 @@ async def test_restarts_after_deaths_under_load_succeed_and_leave_no_memory() ->
             for number in range(4):
                 load = [asyncio.create_task(rig.answer(rig.ask(arrays={"x": big}))) for _ in range(16)]
                 victim = stages[number % 3]
-                await until(lambda: any(replica.running for replica in rig.replicas("one")) or load[0].done())
+                await asyncio.wait(load, return_when=asyncio.FIRST_COMPLETED)
                 rig.kill(victim)
                 await rig.wait(victim)
                 load += [asyncio.create_task(rig.answer(rig.ask(arrays={"x": big}))) for _ in range(16)]
-                await until(lambda victim=victim: not rig.replicas(victim))
+                await until(partial(is_gone, rig, victim))
                 for name in ("scheduler", *stages):
                     if name != victim:
                         rig.kill(name)
@@ -404,7 +441,7 @@ async def test_nothing_is_said_of_leaks_after_work_and_an_ordered_end(monkeypatc
         async with aiohttp.ClientSession() as http:
             for _ in range(10):
                 status, text = await post(http, instance.url, spoken("ten answers in all"))
-                assert status == 200 and len(text) > 100_000
+                assert status == 200 and len(text) > 20_000
         assert await instance.end() == 0
         said = [
             line
@@ -418,10 +455,10 @@ async def test_nothing_is_said_of_leaks_after_work_and_an_ordered_end(monkeypatc
 # ------------------------------------------------------------------------------------------------------- containers
 
 
-async def ends(command: list[str], **options: Any) -> tuple[int, str]:
+async def ends(command: list[str]) -> tuple[int, str]:
     """Exit status and errors of a process that ends by itself."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options
+        *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     async with asyncio.timeout(PATIENCE_S):
         _, said = await process.communicate()
@@ -478,13 +515,12 @@ async def test_a_run_folder_that_cannot_be_used_is_one_clear_line(tmp_path: Path
     file = tmp_path / "file"
     file.touch()
     command = [sys.executable, "-m", module, "--pipelines", fake("tokens"), *stage, "--run-dir"]
-    tries: list[tuple[Path, dict[str, Any]]] = [(file / "run", {})]
     private = tmp_path / "private"
     private.mkdir(mode=0o500)
-    # Root may write everywhere.
-    tries.append((private, {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}))
-    for folder, options in tries:
-        status, said = await ends([*command, str(folder)], **options)
+    for folder in (file / "run", private):
+        # Root may write everywhere, unless it has given its privileges up.
+        privileges = ["setpriv", "--bounding-set=-all"] if os.getuid() == 0 else []
+        status, said = await ends([*privileges, *command, str(folder)])
         assert status == 2
         (line,) = said.splitlines()
         assert line.startswith("omni-") and str(folder) in line

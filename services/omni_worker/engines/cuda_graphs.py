@@ -33,7 +33,7 @@ class CudaGraphs:
     def _record(self, work: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any, list[Tensor], Any]:
         held = [given.to(self._device, copy=True) for given in inputs]
         # Once as it is, so that libraries choose their kernels and take their memory outside the recording.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             work(*held)

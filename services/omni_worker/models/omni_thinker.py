@@ -7,6 +7,7 @@ every token but the last its own `state` [1, hidden]. The last token of an answe
 the library's talker never hears it either.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -47,10 +48,12 @@ class Encoded:
     deepstack: list[Tensor] = field(default_factory=list)
 
 
-class Thinker:
+class Thinker(ABC):
     """A thinker of transformers. A family fills `load` and says how a prompt is encoded and what a talker hears."""
 
     shape: Shape
+    #: Of the thinker within the whole model.
+    config: Any
     module: Any
     backbone: nn.Module
     end_ids: frozenset[int]
@@ -81,14 +84,66 @@ class Thinker:
         return embedded
 
     def encode(self, arrays: dict[str, Tensor], features: Features) -> Encoded:
-        raise NotImplementedError
+        """Run the encoders of the media; `arrays` are those of `Features`."""
+        config, module = self.config, self.module
+        ids = arrays["ids"]
+        embeds: Tensor = module.get_input_embeddings()(ids)
+        image, video = ids == config.image_token_id, ids == config.video_token_id
+        audio = ids == config.audio_token_id
+        lengths = None
+        if "input_features" in arrays:
+            mask = arrays["feature_attention_mask"]
+            lengths = mask.sum(1)
+            heard = module.get_audio_features(arrays["input_features"].to(self.dtype), mask, return_dict=True)
+            embeds = embeds.masked_scatter(audio[:, None], heard.last_hidden_state.to(embeds.dtype))
+        looked = []
+        for name, grid, where, look in (
+            ("pixel_values", "image_grid_thw", image, module.get_image_features),
+            ("pixel_values_videos", "video_grid_thw", video, module.get_video_features),
+        ):
+            if name in arrays:
+                seen = look(arrays[name].to(self.dtype), arrays[grid], return_dict=True)
+                embeds = embeds.masked_scatter(where[:, None], torch.cat(tuple(seen.pooler_output)).to(embeds.dtype))
+                looked.append((where, seen))
+        positions, _ = module.get_rope_index(
+            ids[None],
+            arrays.get("image_grid_thw"),
+            arrays.get("video_grid_thw"),
+            torch.ones_like(ids[None]),
+            features.use_audio_in_video,
+            lengths,
+            arrays.get("video_second_per_grid"),
+        )
+        wanted: list[str] = ["image_grid_thw", "video_grid_thw", "video_second_per_grid"]
+        grids = {name: arrays[name] for name in wanted if name in arrays}
+        if lengths is not None:
+            grids["audio_lengths"] = lengths
+        media = image | video | audio
+        visual, deepstack = self.deepen(looked)
+        return Encoded(
+            ids=ids,
+            embeds=embeds,
+            positions=positions[:, 0],
+            # As in the library from the last position: a video that outlasts its sound has larger ones before it.
+            delta=int(positions[0, 0, -1]) + 1 - len(ids),
+            media=media,
+            keys=content_keys(ids, media, features.digests, starts(media)),
+            grids=grids,
+            visual=visual,
+            deepstack=deepstack,
+        )
 
+    def deepen(self, looked: list[tuple[Tensor, Any]]) -> tuple[Tensor | None, list[Tensor]]:
+        """`visual` and `deepstack` of the prompt, from (bool [length], what the encoder gave) of images and videos."""
+        return None, []
+
+    @abstractmethod
     def state(self, media: Tensor, embeds: Tensor, states: States, row: int) -> Tensor:
         """What a talker hears of [n] positions, [n, hidden]; `media` bool [n]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def specials(self) -> Tensor:
-        raise NotImplementedError
+        """Embeddings of the family's special tokens, [n, hidden]."""
 
     def forward(self, embeds: Tensor, positions: Tensor, cache: SlotCache, extras: dict[str, Any]) -> States:
         output = self.backbone(
@@ -245,6 +300,13 @@ class Answer(Sequence):
         if self._memo is not None:
             arrays["prompt_states"] = to_numpy(self._memo[: self._prompt])
         return arrays
+
+
+def starts(media: Tensor) -> list[int]:
+    """Where each run of media positions begins; `media` bool [length]."""
+    before = nn.functional.pad(media[:-1], (1, 0))
+    begun: list[int] = (media & ~before).nonzero()[:, 0].tolist()
+    return begun
 
 
 def content_keys(ids: Tensor, media: Tensor, digests: list[str], starts: list[int]) -> list[int]:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 
-from omni_common.frames import Features
 from omni_worker.engine import LoadContext
 from omni_worker.engines.sequence import Shape, States
 from omni_worker.engines.slot_cache import ATTENTION, SlotCache
-from omni_worker.models.omni_thinker import Encoded, Thinker, content_keys
+from omni_worker.models.omni_thinker import Thinker
 from omni_worker.weights import load_stage
 
 
@@ -59,60 +58,8 @@ class Model(Thinker):
     def specials(self) -> Tensor:
         return self.embed(self._special_ids)
 
-    def encode(self, arrays: dict[str, Tensor], features: Features) -> Encoded:
-        config, module = self.config, self.module
-        ids = arrays["ids"]
-        embeds: Tensor = module.get_input_embeddings()(ids)
-        image, video = ids == config.image_token_id, ids == config.video_token_id
-        audio = ids == config.audio_token_id
-        lengths = None
-        if "input_features" in arrays:
-            mask = arrays["feature_attention_mask"]
-            lengths = mask.sum(1)
-            heard = module.get_audio_features(arrays["input_features"].to(self.dtype), mask, return_dict=True)
-            embeds = embeds.masked_scatter(audio[:, None], heard.last_hidden_state.to(embeds.dtype))
-        looked = []
-        for name, grid, where, look in (
-            ("pixel_values", "image_grid_thw", image, module.get_image_features),
-            ("pixel_values_videos", "video_grid_thw", video, module.get_video_features),
-        ):
-            if name in arrays:
-                seen = look(arrays[name].to(self.dtype), arrays[grid], return_dict=True)
-                embeds = embeds.masked_scatter(where[:, None], torch.cat(tuple(seen.pooler_output)).to(embeds.dtype))
-                looked.append((where, [_joined(layer) for layer in seen.deepstack_features]))
-        positions, delta = module.get_rope_index(
-            ids[None],
-            arrays.get("image_grid_thw"),
-            arrays.get("video_grid_thw"),
-            torch.ones_like(ids[None]),
-            features.use_audio_in_video,
-            lengths,
-            arrays.get("video_second_per_grid"),
-        )
-        wanted: list[str] = ["image_grid_thw", "video_grid_thw", "video_second_per_grid"]
-        grids = {name: arrays[name] for name in wanted if name in arrays}
-        if lengths is not None:
-            grids["audio_lengths"] = lengths
-        media = image | video | audio
-        visual, deepstack = _merged(looked)
-        return Encoded(
-            ids=ids,
-            embeds=embeds,
-            positions=positions[:, 0],
-            delta=int(delta),
-            media=media,
-            keys=content_keys(ids, media, features.digests, starts(media)),
-            grids=grids,
-            visual=visual,
-            deepstack=deepstack,
-        )
-
-
-def starts(media: Tensor) -> list[int]:
-    """Where each run of media positions begins."""
-    before = torch.nn.functional.pad(media[:-1], (1, 0))
-    begun: list[int] = (media & ~before).nonzero()[:, 0].tolist()
-    return begun
+    def deepen(self, looked: list[tuple[Tensor, Any]]) -> tuple[Tensor | None, list[Tensor]]:
+        return _merged([(where, [_joined(layer) for layer in seen.deepstack_features]) for where, seen in looked])
 
 
 def _joined(layer: Any) -> Tensor:

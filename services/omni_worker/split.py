@@ -1,0 +1,162 @@
+"""`python -m omni_worker.split SOURCE TARGET`: a checkpoint of a multi-stage model, cut into a folder a stage.
+
+SOURCE is loaded whole by transformers' own loader, so that whatever it renames or fuses is right; every weight must be
+there and none may be left over. TARGET gets `config.json`, `processor/` (tokenizer, processor, chat template), a folder
+a stage with its weights under the names that its module has, the speakers, and `manifest.json`. It is written beside
+and renamed when complete. Takes as much memory as the checkpoint has bytes.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omni_worker.torchvision_shim import declare_ops
+
+declare_ops()
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from omni_common.errors import OmniError  # noqa: E402
+
+#: `model_type` of a checkpoint to the pipeline that serves it, its class and its stages: folder and attribute.
+FAMILIES = {
+    "qwen3_omni_moe": (
+        "qwen3_omni",
+        "Qwen3OmniMoeForConditionalGeneration",
+        {"thinker": "thinker", "talker": "talker", "code2wav": "code2wav"},
+    ),
+    "qwen2_5_omni": (
+        "qwen2_5_omni",
+        "Qwen2_5OmniForConditionalGeneration",
+        {"thinker": "thinker", "talker": "talker", "code2wav": "token2wav"},
+    ),
+}
+SHARD_BYTES = 4 << 30
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+def split(source: Path, target: Path) -> None:
+    """Raises OmniError that says what is wrong with the checkpoint."""
+    family, kind, stages = _family(source)
+    if not sorted(source.glob("*.safetensors")):
+        raise _bad(f"{source} has no weights as safetensors, and other files of weights are not read")
+    # Of the base class: a family's own may not know how to tell what it found.
+    base: Any = transformers.PreTrainedModel.from_pretrained
+    settings = {"local_files_only": True, "dtype": "auto", "output_loading_info": True}
+    model, report = base.__func__(getattr(transformers, kind), source, **settings)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found := sorted(map(str, report[what])):
+            raise _bad(f"{len(found)} {what.replace('_', ' ')}, first {found[0]}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        files = {folder: _save(getattr(model, name), made / folder) for folder, name in stages.items()}
+        speakers = _speakers(model, source, made)
+        model.config.save_pretrained(made)
+        model.generation_config.save_pretrained(made)
+        _copy_processor(source, made / "processor")
+        manifest = {
+            "family": family,
+            "source": str(source),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "stages": files,
+            "speakers": speakers,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        (made / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        os.rename(made, target)
+
+
+def _family(source: Path) -> tuple[str, str, dict[str, str]]:
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _bad(f"{source / 'config.json'} cannot be read: {error}") from None
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise _bad(f"model_type {kind!r} of {source} is none of {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def _save(module: torch.nn.Module, folder: Path) -> dict[str, int]:
+    """The module's parameters and persistent buffers; returns the bytes of each file."""
+    folder.mkdir()
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in module.state_dict().items():
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        # Of their own, so that names which share memory are all written.
+        shards[-1][name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+    sizes = {}
+    for number, shard in enumerate(shards, 1):
+        path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, path)
+        sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+def _speakers(model: Any, source: Path, made: Path) -> list[str]:
+    """Names of the voices. What a voice needs beside a token is written beside the stages."""
+    ids = getattr(model.config.talker_config, "speaker_id", None)
+    if ids:
+        return sorted(ids)
+    path = source / "spk_dict.pt"
+    if not path.exists():
+        return []
+    voices: dict[str, dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
+    tokens = {name: {"bos_token": int(voice["bos_token"])} for name, voice in voices.items()}
+    (made / "speakers.json").write_text(json.dumps(tokens, indent=2) + "\n")
+    tensors = {
+        f"{name}.{part}": voice[part].float().contiguous()
+        for name, voice in voices.items()
+        for part in ("cond", "ref_mel")
+    }
+    # Not `*.safetensors` of the stage: these are no weights of the module.
+    save_file(tensors, made / "speakers.safetensors")
+    return sorted(voices)
+
+
+def _copy_processor(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHTS) and path.name != "config.json":
+            shutil.copyfile(path, target / path.name)
+    if not (target / "tokenizer.json").exists():
+        # Older checkpoints have its parts only.
+        transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(target)
+    # The processor's class may stand nowhere else.
+    shutil.copyfile(source / "config.json", target / "config.json")
+
+
+def _bad(text: str) -> OmniError:
+    return OmniError(text, code="bad_checkpoint")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="omni_worker.split", description=__doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        split(arguments.source, arguments.target)
+    except OmniError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,277 @@
+"""Random checkpoints of the omni families, a few MB each, with a real tokenizer and processor: for tests and newcomers.
+
+`python tools/make_tiny_models.py FOLDER [qwen3_omni|qwen2_5_omni]...` writes FOLDER/<family>_tiny, deterministic from
+a seed. What they say means nothing; that they are loaded, split, batched and streamed right can be checked with them.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omni_worker.torchvision_shim import declare_ops
+
+declare_ops()
+
+import torch  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from transformers import (  # noqa: E402
+    PreTrainedTokenizerFast,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeProcessor,
+    WhisperFeatureExtractor,
+)
+
+#: Of the thinker; the tokenizer has a few less.
+VOCABULARY = 352
+MERGED = 256 + 64
+TEXT = (
+    "Hello, how are you today? The quick brown fox jumps over the lazy dog. Tell me a story about the sea and the sky.",
+    "What is in this image? Describe the sound that you hear. You are a helpful assistant. What happens in the video?",
+)
+ROLES = ("system", "user", "assistant")
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+#: By family: what stands for audio, image, video and around them, and the marks of the talker.
+NAMES = {
+    "qwen3_omni": {
+        "audio_token": "<|audio_pad|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    },
+    "qwen2_5_omni": {
+        "audio_token": "<|AUDIO|>",
+        "image_token": "<|IMAGE|>",
+        "video_token": "<|VIDEO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+        "vision_bos_token": "<|vision_bos|>",
+        "vision_eos_token": "<|vision_eos|>",
+    },
+}
+MARKS = {
+    "qwen3_omni": ("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
+    "qwen2_5_omni": ("<tts_pad>", "<tts_bos>", "<tts_eos>"),
+}
+SPEAKERS = {"qwen3_omni": ("ethan", "chelsie", "aiden"), "qwen2_5_omni": ("Chelsie", "Ethan")}
+
+
+def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, in which every role and every special is one token."""
+    names = NAMES[family]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=MERGED, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXT * 20, trainer)
+    tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
+    specials = (*CONTROL, *names.values(), *MARKS[family])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=32768,
+        extra_special_tokens=names,
+    )
+    made.padding_side = "left"
+    made.chat_template = make_template(names)
+    return made
+
+
+def make_template(names: dict[str, str]) -> str:
+    """A turn a message, as the families have it; `content` is a string or a list of parts."""
+    image = names["vision_bos_token"] + names["image_token"] + names["vision_eos_token"]
+    video = names["vision_bos_token"] + names["video_token"] + names["vision_eos_token"]
+    audio = names["audio_bos_token"] + names["audio_token"] + names["audio_eos_token"]
+    return (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}"
+        f"{{% elif part['type'] == 'image' %}}{image}{{% elif part['type'] == 'video' %}}{video}"
+        f"{{% elif part['type'] == 'audio' %}}{audio}{{% endif %}}{{% endfor %}}{{% endif %}}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+def save_processor(family: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    patch = 16 if family == "qwen3_omni" else 14
+    kind = Qwen3OmniMoeProcessor if family == "qwen3_omni" else Qwen2_5OmniProcessor
+    processor = kind(
+        image_processor=Qwen2VLImageProcessor(patch_size=patch, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 64),
+        video_processor=Qwen2VLVideoProcessor(patch_size=patch, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 64),
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    processor.save_pretrained(folder)
+
+
+def qwen3_omni(folder: Path, seed: int) -> None:
+    """Thinker and talker are mixtures of four experts; four code groups."""
+    tokenizer = make_tokenizer("qwen3_omni")
+    token: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
+    names = NAMES["qwen3_omni"]
+    hidden, codebook, groups = 64, 64, 4
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    mrope = rope | {"mrope_section": [6, 5, 5], "interleaved": True, "mrope_interleaved": True}
+    decoder = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    text = decoder | experts | {"vocab_size": VOCABULARY, "intermediate_size": 128, "num_hidden_layers": 3}
+    text |= {"max_position_embeddings": 4096, "rope_parameters": mrope, "norm_topk_prob": True}
+    text |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>"), "tie_word_embeddings": False}
+    audio = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    audio |= {"d_model": 64, "n_window": 50, "n_window_infer": 800, "output_dim": hidden, "conv_chunksize": 500}
+    audio |= {"downsample_hidden_size": 16}
+    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 16}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden, "image_size": 128}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "apply_vit_abs_pos_embed": True}
+    ids = {f"{kind}_token_id": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
+    ids |= {f"audio_{end}_token_id": token(f"<|audio_{end}|>") for end in ("start", "end")}
+    ids |= {f"vision_{end}_token_id": token(f"<|vision_{end}|>") for end in ("start", "end")}
+    # The library forbids the last 1024 ids of a talker's vocabulary, the specials, but for the end.
+    specials = ("pad", "bos", "eos", "nothink", "think_bos", "think_eos")
+    marks = {f"codec_{name}_id": codebook + at for at, name in enumerate(specials) if name != "eos"}
+    predictor = decoder | {"vocab_size": codebook, "intermediate_size": 96, "num_hidden_layers": 2}
+    predictor |= {"num_code_groups": groups, "rope_parameters": rope, "max_position_embeddings": 512}
+    talking = decoder | experts | {"vocab_size": 1024 + codebook, "intermediate_size": 96, "num_hidden_layers": 2}
+    talking |= {"shared_expert_intermediate_size": 32, "rope_parameters": mrope, "max_position_embeddings": 4096}
+    wave = {"codebook_size": codebook, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    wave |= {"sliding_window": 72, "intermediate_size": 96, "num_hidden_layers": 2, "num_quantizers": groups}
+    wave |= {"rope_parameters": rope | {"rope_theta": 1e4}, "upsample_rates": [8, 5, 4, 3], "decoder_dim": 64}
+    wave |= {"upsampling_ratios": [2, 2], "max_position_embeddings": 8000}
+    config = Qwen3OmniMoeConfig(
+        thinker_config={
+            "text_config": text,
+            "audio_config": audio,
+            "vision_config": vision,
+            "user_token_id": token("user"),
+            **ids,
+        },
+        talker_config={
+            "code_predictor_config": predictor,
+            "text_config": talking,
+            "num_code_groups": groups,
+            "thinker_hidden_size": hidden,
+            "accept_hidden_layer": 2,
+            "codec_eos_token_id": codebook + 2,
+            "speaker_id": {name: codebook + 20 + at for at, name in enumerate(SPEAKERS["qwen3_omni"])},
+            "spatial_merge_size": 2,
+            **marks,
+            **ids,
+        },
+        code2wav_config=wave,
+        enable_audio_output=True,
+        im_start_token_id=token("<|im_start|>"),
+        im_end_token_id=token("<|im_end|>"),
+        tts_pad_token_id=token("<tts_pad>"),
+        tts_bos_token_id=token("<tts_text_bos>"),
+        tts_eos_token_id=token("<tts_text_eod>"),
+        **{f"{role}_token_id": token(role) for role in ROLES},
+    )
+    torch.manual_seed(seed)
+    model = Qwen3OmniMoeForConditionalGeneration(config).eval()
+    # The decoder's activations grow with the square of their input: larger weights end beyond what floats resolve.
+    fill(model, ("thinker.model.", "thinker.lm_head", "talker."), 0.3)
+    model.save_pretrained(folder)
+    save_processor("qwen3_omni", tokenizer, folder)
+
+
+def qwen2_5_omni(folder: Path, seed: int) -> None:
+    """Dense decoders, one code a frame, and a vocoder of diffusion."""
+    tokenizer = make_tokenizer("qwen2_5_omni")
+    token: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
+    names = NAMES["qwen2_5_omni"]
+    hidden, codes = 64, 64 + 8
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    decoder = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    decoder |= {"max_position_embeddings": 4096, "rope_parameters": rope}
+    ids = {f"{kind}_token_index": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
+    ids |= {"audio_start_token_id": token("<|audio_bos|>"), "audio_end_token_id": token("<|audio_eos|>")}
+    ids |= {"vision_start_token_id": token("<|vision_bos|>"), "vision_end_token_id": token("<|vision_eos|>")}
+    ends = {"bos_token_id": None, "eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
+    text = decoder | ends | {"vocab_size": VOCABULARY, "intermediate_size": 128, "tie_word_embeddings": False}
+    audio = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+    audio |= {"d_model": 32, "n_window": 100, "output_dim": hidden}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "out_hidden_size": hidden}
+    vision |= {"fullatt_block_indexes": [1]}
+    thinker = {"text_config": text, "audio_config": audio, "vision_config": vision, "user_token_id": token("user")}
+    talker = decoder | {"vocab_size": codes, "embedding_size": hidden, "intermediate_size": 96, "head_dim": 32}
+    talker |= {"tts_text_start_token_id": token("<tts_bos>"), "tts_text_end_token_id": token("<tts_eos>")}
+    talker |= {"tts_text_pad_token_id": token("<tts_pad>"), "tts_codec_pad_token_id": 64}
+    talker |= {"tts_codec_start_token_id": 65, "tts_codec_end_token_id": 66, "tts_codec_mask_token_id": 68}
+    dit = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32, "ff_mult": 2}
+    dit |= {"emb_dim": 32, "block_size": 24, "look_ahead_layers": [1], "look_backward_layers": [0, 2], "repeats": 2}
+    dit |= {"num_embeds": codes, "mel_dim": 80, "enc_emb_dim": 24, "enc_dim": 16, "enc_channels": [32] * 4 + [96]}
+    dit |= {"enc_kernel_sizes": [5, 3, 3, 3, 1], "enc_dilations": [1, 2, 3, 4, 1], "enc_attention_channels": 16}
+    dit |= {"enc_res2net_scale": 2, "enc_se_channels": 16}
+    vocoder = {"mel_dim": 80, "upsample_initial_channel": 64, "resblock_kernel_sizes": [3]}
+    vocoder |= {"resblock_dilation_sizes": [[1, 3, 5]], "upsample_rates": [5, 3, 2, 2, 2, 2]}
+    vocoder |= {"upsample_kernel_sizes": [11, 7, 4, 4, 4, 4]}
+    config = Qwen2_5OmniConfig(
+        thinker_config=thinker | ids | ends,
+        talker_config=talker | ids,
+        token2wav_config={"dit_config": dit, "bigvgan_config": vocoder},
+        enable_audio_output=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2_5OmniForConditionalGeneration(config).eval()
+    fill(model, ("thinker.model.", "thinker.lm_head", "talker.", "token2wav.code2wav_bigvgan"), 0.3)
+    model.save_pretrained(folder)
+    save_processor("qwen2_5_omni", tokenizer, folder)
+    chance = torch.Generator().manual_seed(seed)
+    speakers = {
+        name: {
+            "bos_token": token("<tts_bos>"),
+            "cond": torch.randn(1, 24, generator=chance),
+            "ref_mel": torch.randn(1, 30, 80, generator=chance),
+        }
+        for name in SPEAKERS["qwen2_5_omni"]
+    }
+    torch.save(speakers, folder / "spk_dict.pt")
+
+
+def fill(model: torch.nn.Module, wide: Sequence[str], deviation: float) -> None:
+    """Weights from a normal distribution: wide enough in the decoders that answers are not one token over and over."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, deviation if name.startswith(tuple(wide)) else 0.08)
+
+
+MAKERS: dict[str, Callable[[Path, int], None]] = {"qwen3_omni": qwen3_omni, "qwen2_5_omni": qwen2_5_omni}
+
+
+def make(family: str, folder: Path, seed: int = 0) -> Path:
+    """Write the checkpoint of `family` to `folder`/<family>_tiny and return that."""
+    made = folder / f"{family}_tiny"
+    made.mkdir(parents=True, exist_ok=True)
+    MAKERS[family](made, seed)
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("families", nargs="*", choices=[*MAKERS, []], default=[], metavar="FAMILY")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for family in arguments.families or MAKERS:
+        print(make(family, arguments.folder, arguments.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
