@@ -24,12 +24,16 @@ ENGINES = {
     "codec": ("omni_worker.engines.codec", "Codec"),
     "fake": ("omni_worker.engines.fake", "FakeEngine"),
 }
+#: Those that import transformers, before which something must be in order.
+ON_TRANSFORMERS = frozenset({"processor", "transformers", "codec"})
 
 
 def make_engine(kind: str) -> Engine:
     """Raises OmniError when the packages that the engine stands on are not installed."""
     module, name = ENGINES[kind]
     try:
+        if kind in ON_TRANSFORMERS:
+            importlib.import_module("omni_worker.torchvision_shim").declare_ops()
         engine: Engine = getattr(importlib.import_module(module), name)()
     except ImportError as error:
         raise OmniError(f"engine {kind} needs packages that are not installed: {error}", code="not_installed") from None
