@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("target", type=Path)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     try:
         split(arguments.source, arguments.target)
     except OmniError as error:

@@ -17,24 +17,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
-from omni_worker.torchvision_shim import declare_ops
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniTalkerConfig
 
 from omni_common.errors import OmniError
 from omni_common.frames import Codes, Decision, Features, Text
 from omni_common.params import Generation
 from omni_worker.engine import Arrays, Job, LoadContext, Output, Piece
 from omni_worker.engines.autoregressive import Autoregressive
-
-declare_ops()
-
-from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniTalkerConfig  # noqa: E402
 
 WORDS, WIDTH, CODES = 96, 64, 64
 END, PAD, AUDIO, IMAGE, VIDEO, AUDIO_BOS, AUDIO_EOS, VISION_BOS, VISION_EOS = range(83, 92)

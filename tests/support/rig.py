@@ -34,11 +34,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) ->
 class Rig:
     """`await worker("talker")` starts one; everything ends with the context."""
 
-    def __init__(self, folder: Path, pipeline: str, overrides: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, pipeline: str, overrides: tuple[str, ...] = (), platform: str | None = None
+    ) -> None:
         self.run = RunDir(folder)
         self._names = pipeline.split(",")
         self._overrides = list(overrides)
-        self.pipelines = load_pipelines(self._names, self._overrides)
+        self._platform = platform
+        self.pipelines = load_pipelines(self._names, self._overrides, platform)
         self.stop = Stop()
         self.link = Link(self.run, "rig-gateway", self.pipelines, 64, self.stop)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -51,7 +54,7 @@ class Rig:
         arguments = ["--run-dir", str(self.run.path), "--pipelines", ",".join(self._names)]
         for setting in self._overrides:
             arguments += ["--set", setting]
-        return arguments
+        return [*arguments, "--platform", self._platform] if self._platform else arguments
 
     def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, *self._arguments(), *arguments]
@@ -131,10 +134,12 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def running(pipeline: str, *overrides: str, stages: tuple[str, ...] | None = None) -> AsyncIterator[Rig]:
+async def running(
+    pipeline: str, *overrides: str, stages: tuple[str, ...] | None = None, platform: str | None = None
+) -> AsyncIterator[Rig]:
     """An instance with one worker for each of `stages` (default: all), ready."""
     with tempfile.TemporaryDirectory(prefix="rig") as folder:
-        rig = Rig(Path(folder), pipeline, overrides)
+        rig = Rig(Path(folder), pipeline, overrides, platform)
         await rig.link.start()
         try:
             rig.scheduler()

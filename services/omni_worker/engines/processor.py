@@ -1,25 +1,21 @@
-"""The `processor` engine: a conversation with its media becomes ids and features, by a checkpoint's own processor.
+"""The `processor` engine: the input of an omni model, from a conversation and its media to ids and features.
 
-Input is one edge from the client: the `Prompt`, then the media that its parts refer to. Output is one `Features`. The
-arrays are what transformers' processor of the family gives for the same conversation. Text of a message is never more
-than text: what looks like a control token or a placeholder in it is tokenised as its characters.
-
-Options: `context` (positions of the thinker, default 4096).
+It runs transformers' processor of a prepared checkpoint, on the engine thread, one medium a step and the jobs in turn.
+What comes out is what the processor returns for the whole conversation at once, but for words of a user that read like
+control tokens, which stay words (`processor_text`), and for videos of different frame rates, which each keep their own.
 """
 
-import logging
-import re
-from collections.abc import Iterator, Set
+from collections import deque
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import numpy as np
-import PIL.Image
 import torch
-from transformers import AutoProcessor
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoProcessor
+from transformers.utils import logging as library_log
 
 from omni_common.errors import OmniError, invalid
 from omni_common.frames import (
@@ -34,251 +30,220 @@ from omni_common.frames import (
     Video,
     VideoPart,
 )
-from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
+from omni_worker.engine import Arrays, Job, LoadContext, Output, Piece
+from omni_worker.engines.onnx import Onnx
+from omni_worker.engines.processor_media import Array, Cache, Item, MediaProcessor, check_shape
+from omni_worker.engines.processor_text import ChatText, Pieces, kind_of
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
+MediaPart = AudioPart | ImagePart | VideoPart
 
-Array = np.ndarray[Any, Any]
 
-#: What the library writes in the place of media between two replacements.
-PLACEHOLDERS = ("<|audio_placeholder|>", "<|image_placeholder|>", "<|video_placeholder|>")
-#: Characters that nobody types: one of them stands for special text while the rest is tokenised.
-PRIVATE = range(0xE000, 0xF8FF)
-RATE = 16_000
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """`options:` of the stage."""
+
+    #: Tokens of prompt and answer together; 0: as many as the checkpoint's thinker has positions for.
+    context: int = 0
+    #: Room for processed media, in MiB.
+    cache_mib: int = 256
 
 
 @dataclass(slots=True)
-class _Given:
-    """What has come of one job."""
+class Media:
+    """What has arrived of a job's media, by number."""
 
-    job: Job
-    prompt: Prompt | None = None
-    audios: dict[int, list[Array]] = field(default_factory=dict)
     images: dict[int, Array] = field(default_factory=dict)
+    audios: dict[int, list[Array]] = field(default_factory=dict)
     videos: dict[int, list[Array]] = field(default_factory=dict)
     fps: dict[int, float] = field(default_factory=dict)
-    complete: bool = False
+
+    def take(self, piece: Piece) -> None:
+        """Copies, so that the sender gets its memory back before the job is complete."""
+        body, arrays = piece.body, piece.arrays
+        if isinstance(body, Image):
+            check_shape(arrays["pixels"], np.uint8, 3)
+            self.images[body.index] = arrays["pixels"].copy()
+        elif isinstance(body, Audio):
+            check_shape(arrays["samples"], np.float32, 1)
+            self.audios.setdefault(body.index, []).append(arrays["samples"].copy())
+        elif isinstance(body, Video):
+            check_shape(arrays["frames"], np.uint8, 4)
+            self.videos.setdefault(body.index, []).append(arrays["frames"].copy())
+            self.fps[body.index] = body.fps
+
+    def audio(self, index: int) -> Array:
+        """float32 [n]"""
+        return np.concatenate(_there(self.audios, index, "audio"))
+
+    def audio_length(self, index: int) -> int:
+        return sum(len(piece) for piece in _there(self.audios, index, "audio"))
+
+    def video(self, index: int) -> tuple[Array, float]:
+        """uint8 [n, height, width, 3], frames a second"""
+        frames = _there(self.videos, index, "video")
+        if len({piece.shape[1:] for piece in frames}) > 1 or not sum(len(piece) for piece in frames):
+            raise invalid(f"Video {index} has no frames, or frames of different sizes.", "messages")
+        if not self.fps[index] > 0.0:
+            raise invalid(f"Video {index} has no frame rate.", "messages")
+        return np.concatenate(frames), self.fps[index]
+
+    def image(self, index: int) -> Array:
+        """uint8 [height, width, 3]"""
+        pixels = _there(self.images, index, "image")
+        if not pixels.size:
+            raise invalid(f"Image {index} is empty.", "messages")
+        return pixels
 
 
-class Processor:
-    """See the module's docstring, and `omni_worker.engine.Engine` for the contract. One job a step."""
-
-    in_flight = False
-    resumes = False
-    rebuilds = False
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, _Given] = {}
+class Preprocessing:
+    """The model of this engine: text and media of one checkpoint. `Conversation` is a job of it."""
 
     def load(self, context: LoadContext) -> None:
+        """Raises OmniError: `model_missing` when the prepared files are not there, `load_failed` when of no use."""
+        try:
+            options = msgspec.convert(context.options, Options)
+        except msgspec.ValidationError as error:
+            raise OmniError(f"options of a processor stage: {error}", code="invalid_config") from None
+        folder = Path(context.models) / context.model
+        if not (folder / "processor").is_dir():
+            raise OmniError(f"{folder} is missing: run `omni prepare`", status=503, code="model_missing")
+        library_log.set_verbosity_error()
         torch.set_num_threads(context.threads)
-        transformers_logging.set_verbosity_error()
-        folder = Path(context.models) / context.model / "processor"
-        self._context = int(context.options.get("context", 4096))
-        self._processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        tokenizer = self._tokenizer = self._processor.tokenizer
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        # Longest first: one may begin with another.
-        self._special = re.compile("|".join(map(re.escape, sorted({*special, *PLACEHOLDERS}, key=len, reverse=True))))
-        context.progress("warm up", 0.9)
-        self._encode(_Given(_WARM_UP, Prompt([Message("user", [TextPart("hello")])])))
+        context.progress("processor", 0.1)
+        processor = AutoProcessor.from_pretrained(str(folder / "processor"), local_files_only=True)
+        self.context = options.context or _positions(folder)
+        self.cache = Cache(options.cache_mib << 20)
+        self.text = ChatText(processor)
+        self.media = MediaProcessor(processor, self.cache)
+        context.progress("warm-up", 0.5)
+        # Not through the cache of what clients send.
+        warm = MediaProcessor(processor, Cache(0))
+        warm.image(np.zeros((64, 64, 3), np.uint8))
+        warm.audio(np.zeros(self.media.rate, np.float32), self.media.rate)
+        warm.video(np.zeros((2, 64, 64, 3), np.uint8), 1.0)
+        context.progress("warm-up", 1.0)
+
+    def open(self, job: Job) -> "Conversation":
+        return Conversation(job, self)
+
+
+class Conversation:
+    """One job: collects its input, then processes a medium an `advance`, the text with the first."""
+
+    def __init__(self, job: Job, model: Preprocessing) -> None:
+        self._request_id, self._model = job.request_id, model
+        self._waiting = set(job.sources)
+        self._prompt: Prompt | None = None
+        self._media = Media()
+        self._pieces: Pieces | None = None
+        #: Parts that stand for media, not yet processed; the longest audio of all, in samples.
+        self._todo: deque[MediaPart] = deque()
+        self._longest = 0
+        self._items: list[Item] = []
 
     @property
-    def busy(self) -> bool:
-        return any(given.complete for given in list(self._jobs.values()))
+    def ready(self) -> bool:
+        return not self._waiting
 
-    def add(self, job: Job) -> None:
-        self._jobs[job.request_id] = _Given(job)
+    def push(self, piece: Piece) -> None:
+        if isinstance(piece.body, Prompt):
+            self._prompt = piece.body
+        elif isinstance(piece.body, Audio) and piece.body.rate != self._model.media.rate:
+            raise OmniError(f"audio at {piece.body.rate} Hz, not {self._model.media.rate}", code="invalid_input")
+        else:
+            self._media.take(piece)
+        if piece.last:
+            self._waiting.discard(piece.source)
 
-    def push(self, request_id: str, piece: Piece) -> None:
-        given, body, arrays = self._jobs[request_id], piece.body, piece.arrays
-        # Copied: the client's arena is small against what waits here.
-        if isinstance(body, Prompt):
-            given.prompt = body
-        elif isinstance(body, Audio):
-            given.audios.setdefault(body.index, []).append(np.array(arrays["samples"]))
-        elif isinstance(body, Image):
-            given.images[body.index] = np.array(arrays["pixels"])
-        elif isinstance(body, Video):
-            given.videos.setdefault(body.index, []).append(np.array(arrays["frames"]))
-            given.fps[body.index] = body.fps
-        given.complete = piece.last
+    def advance(self) -> Output | None:
+        if self._pieces is None:
+            self._pieces = self._begin()
+        if self._todo:
+            self._items.append(self._process(self._todo.popleft()))
+        return None if self._todo else self._finish(self._pieces)
 
-    def cancel(self, request_id: str) -> None:
-        self._jobs.pop(request_id, None)
-
-    def step(self, blocked: Set[str]) -> list[Output | Failure]:
-        name = next((name for name, given in self._jobs.items() if given.complete and name not in blocked), None)
-        if name is None:
-            return []
-        try:
-            body, arrays = self._encode(self._jobs.pop(name))
-        except OmniError as error:
-            return [Failure(name, error.message, error.code, error.status, error.param)]
-        except (ValueError, IndexError) as error:
-            # The library's processors raise these on media that they cannot take.
-            log.info("the processor refused the input of %s", name, exc_info=True)
-            text = f"The input cannot be processed: {error}"
-            return [Failure(name, text, "invalid_input", 400, "messages")]
-        return [Output(name, 0, 1, True, body, arrays)]
-
-    def close(self) -> None:
-        self._jobs.clear()
-
-    # ------------------------------------------------------------------------------------------------------ the work
-
-    def _encode(self, given: _Given) -> tuple[Features, Arrays]:
-        prompt = given.prompt
-        if prompt is None:
+    def _begin(self) -> Pieces:
+        """Check the conversation and tokenise its text; raises OmniError 400 when there is something missing."""
+        if self._prompt is None or not self._prompt.messages:
             raise invalid("There are no messages.", "messages")
-        media = _Media(given, prompt)
-        escaped, written = self._escape(prompt)
-        text = self._processor.apply_chat_template(
-            [_plain(message) for message in escaped], tokenize=False, add_generation_prompt=True
-        )
-        settings: dict[str, Any] = {}
-        if media.videos:
-            settings["videos_kwargs"] = {
-                "do_sample_frames": False,
-                "fps": media.fps,
-                "use_audio_in_video": media.audio_in_video,
-            }
-        encoded = self._processor(
-            text=[text],
-            images=media.images or None,
-            audio=media.audios or None,
-            videos=media.videos or None,
-            return_tensors="pt",
-            **settings,
-        )
-        arrays = {name: _array(value) for name, value in encoded.items() if name not in _UNUSED}
-        ids = arrays.pop("input_ids")[0].astype(np.int64)
-        arrays["ids"] = self._restore(ids, written)
-        if len(arrays["ids"]) + 1 > self._context:
+        messages = self._prompt.messages
+        parts = [part for message in messages for part in message.parts if not isinstance(part, TextPart)]
+        sounds = [sound for sound in map(_sound, parts) if sound >= 0]
+        self._todo.extend(parts)
+        self._longest = max(map(self._media.audio_length, sounds), default=0)
+        pieces = self._model.text.render(messages, _sounded(messages))
+        if [piece for piece in pieces if isinstance(piece, str)] != list(map(kind_of, parts)):
+            raise OmniError("the chat template does not show all media in their order", code="load_failed")
+        self._check_length(sum(len(piece) for piece in pieces if not isinstance(piece, str)))
+        return pieces
+
+    def _process(self, part: MediaPart) -> Item:
+        media, model = self._media, self._model.media
+        if isinstance(part, ImagePart):
+            return model.image(media.image(part.index))
+        if isinstance(part, AudioPart):
+            return model.audio(media.audio(part.index), self._longest)
+        frames, fps = media.video(part.index)
+        if part.audio < 0:
+            return model.video(frames, fps)
+        return model.video_with_sound(frames, fps, media.audio(part.audio), self._longest)
+
+    def _finish(self, pieces: Pieces) -> Output:
+        assert self._prompt is not None
+        items = iter(self._items)
+        ids = list(chain.from_iterable(next(items).ids if isinstance(piece, str) else piece for piece in pieces))
+        self._check_length(len(ids))
+        body = Features([item.digest for item in self._items], _sounded(self._prompt.messages))
+        arrays = {"ids": np.array(ids, np.int64)} | join([item.arrays for item in self._items])
+        return Output(self._request_id, 0, 1, True, body, arrays)
+
+    def _check_length(self, length: int) -> None:
+        context = self._model.context
+        if length + 1 > context:
             raise invalid(
-                f"The messages have {len(arrays['ids'])} tokens; with at least one for the answer they do not fit into "
-                f"the context of {self._context} tokens.",
+                f"The messages have {length} tokens; with at least one for the answer they do not fit into "
+                f"the context of {context} tokens.",
                 "messages",
                 code="context_length_exceeded",
             )
-        return Features(media.digests, media.audio_in_video), arrays
-
-    def _escape(self, prompt: Prompt) -> tuple[list[Message], "_Written | None"]:
-        """The messages with one private character in the place of each special string that a text holds."""
-        texts = [part.text for message in prompt.messages for part in message.parts if isinstance(part, TextPart)]
-        found = [match for text in texts for match in self._special.findall(text)]
-        if not found:
-            return prompt.messages, None
-        used = set("".join(texts))
-        mark = next((chr(code) for code in PRIVATE if chr(code) not in used), None)
-        if mark is None:
-            raise invalid("The text cannot be told from control tokens.", "messages")
-
-        def clean(part: Any) -> Any:
-            return TextPart(self._special.sub(mark, part.text)) if isinstance(part, TextPart) else part
-
-        messages = [Message(m.role, [clean(part) for part in m.parts]) for m in prompt.messages]
-        return messages, _Written(self._ids(mark), [self._ids(text) for text in found])
-
-    def _ids(self, text: str) -> list[int]:
-        """Ids of text in which nothing is special."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids
-
-    def _restore(self, ids: Array, written: "_Written | None") -> Array:
-        """Put the characters of special strings back."""
-        if written is None:
-            return ids
-        width = len(written.mark)
-        windows = np.lib.stride_tricks.sliding_window_view(ids, width)
-        places = np.flatnonzero((windows == written.mark).all(1)).tolist()
-        if len(places) != len(written.texts):
-            raise invalid("The text holds control tokens in a place where they cannot be told apart.", "messages")
-        parts, at = [], 0
-        for place, text in zip(places, written.texts, strict=True):
-            parts += [ids[at:place], np.array(text, np.int64)]
-            at = place + width
-        return np.concatenate([*parts, ids[at:]])
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Special strings that a text holds: the ids that stand for each, and what belongs there, in order."""
+class Processor(Onnx):
+    """Turns conversations into ids and features; in turn, with the failures of the `onnx` engine."""
 
-    mark: list[int]
-    texts: list[list[int]]
-
-
-class _Media:
-    """The media of a prompt in the order of their placeholders. Raises OmniError where they do not fit together."""
-
-    def __init__(self, given: _Given, prompt: Prompt) -> None:
-        self.audios: list[Array] = []
-        self.images: list[PIL.Image.Image] = []
-        self.videos: list[torch.Tensor] = []
-        self.digests: list[str] = []
-        rates: set[float] = set()
-        heard: set[bool] = set()
-        for part in (part for message in prompt.messages for part in message.parts):
-            if isinstance(part, AudioPart):
-                self._hear(np.concatenate(_of(given.audios, part.index)))
-            elif isinstance(part, ImagePart):
-                pixels = _of(given.images, part.index)
-                self.images.append(PIL.Image.fromarray(pixels))
-                self.digests.append(digest(pixels))
-            elif isinstance(part, VideoPart):
-                frames = np.concatenate(_of(given.videos, part.index))
-                self.videos.append(torch.from_numpy(frames).permute(0, 3, 1, 2))
-                rates.add(given.fps[part.index])
-                heard.add(part.audio >= 0)
-                seen = digest(frames)
-                if part.audio >= 0:
-                    self._hear(np.concatenate(_of(given.audios, part.audio)))
-                    seen += self.digests.pop()
-                self.digests.append(seen)
-        if len(rates) > 1 or len(heard) > 1:
-            raise invalid("All videos of a request must have one frame rate, and all their sound or none.", "messages")
-        self.fps = rates.pop() if rates else 0.0
-        self.audio_in_video = True in heard
-
-    def _hear(self, samples: Array) -> None:
-        self.audios.append(samples)
-        self.digests.append(digest(samples))
+    def load(self, context: LoadContext) -> None:
+        self._model = self.preprocessing = Preprocessing()
+        self.preprocessing.load(context)
 
 
-def digest(array: Array) -> str:
-    """Equal content and shape, equal digest."""
-    hashed = blake2b(np.ascontiguousarray(array).data, digest_size=16)
-    hashed.update(repr((array.shape, array.dtype.str)).encode())
-    return hashed.hexdigest()
+def join(arrays: list[Arrays]) -> Arrays:
+    """Arrays of the same name one after the other, along the first axis."""
+    names = dict.fromkeys(chain.from_iterable(arrays))
+    return {name: np.concatenate([each[name] for each in arrays if name in each]) for name in names}
 
 
-def _of(found: dict[int, Any], index: int) -> Any:
+def _sound(part: MediaPart) -> int:
+    """The number of the audio that belongs to a part, -1: none."""
+    if isinstance(part, ImagePart):
+        return -1
+    return part.index if isinstance(part, AudioPart) else part.audio
+
+
+def _sounded(messages: list[Message]) -> bool:
+    """Whether the videos come with their sound. The models' positions know only one answer for all of them."""
+    answers = {part.audio >= 0 for message in messages for part in message.parts if isinstance(part, VideoPart)}
+    if len(answers) > 1:
+        raise invalid("Either all videos of a conversation have a sound, or none.", "messages")
+    return answers == {True}
+
+
+def _there(found: dict[int, T], index: int, kind: str) -> T:
     if index not in found:
-        raise invalid(f"A message refers to medium {index}, which did not come.", "messages")
+        raise invalid(f"There is no {kind} {index}.", "messages")
     return found[index]
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """As chat templates read it."""
-    return {"role": message.role, "content": list(_contents(message))}
-
-
-def _contents(message: Message) -> Iterator[dict[str, str]]:
-    for part in message.parts:
-        if isinstance(part, TextPart):
-            yield {"type": "text", "text": part.text}
-        else:
-            kinds = {AudioPart: "audio", ImagePart: "image", VideoPart: "video"}
-            yield {"type": kinds[type(part)]}
-
-
-def _array(value: Any) -> Array:
-    array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
-    return np.ascontiguousarray(array.astype(np.int64) if array.dtype.kind in "iu" else array)
-
-
-_UNUSED = frozenset({"attention_mask", "num_audio_tokens"})
-_WARM_UP = Job("warm-up", 0, None, (), ())  # type: ignore[arg-type]
+def _positions(folder: Path) -> int:
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    positions: int = config.thinker_config.text_config.max_position_embeddings
+    return positions

@@ -98,7 +98,7 @@ class Model:
         """
         module = self._module
         hidden = module.code_embedding(codes + module.code_offset).mean(1)
-        hidden = module.pre_transformer(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        hidden = module.pre_transformer(inputs_embeds=hidden).last_hidden_state
         wave = hidden[:, skip:].permute(0, 2, 1)
         for blocks in module.upsample:
             for block in blocks:
