@@ -101,6 +101,9 @@ class Library:
         self._family = family
         self._processor: Any = AutoProcessor.from_pretrained(folder)
         self._model: Any = getattr(transformers, CLASSES[family]).from_pretrained(folder).eval()
+        # Weights that lie in the mapped file are not aligned, and then some kernels round differently.
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.clone()
         config = self._model.config
         if family == "qwen3_omni":
             # `get_rope_index` of the talker looks for it when there is audio, and does not find it.
