@@ -14,6 +14,7 @@ from omni_gateway.context import AudioForm
 from omni_gateway.endpoint import Samples, build_params, find_voice, fresh_seed
 from omni_gateway.errors import quoted
 from omni_gateway.media.decode import decode_audio
+from omni_gateway.media.pool import DECODERS
 from omni_gateway.stream import Ask, Given
 
 _TASK = "chat"
@@ -187,7 +188,7 @@ class _Reader:
             raise invalid(f"{where}.format: {quoted(given.format)} is not one of {valid}", f"{where}.format")
         where += ".data"
         try:
-            data = base64.b64decode(given.data, validate=True)
+            data = await DECODERS.run(base64.b64decode, given.data, validate=True)
         except (binascii.Error, ValueError):
             raise invalid(f"{where} is not valid base64", where, code="invalid_base64") from None
         if not data:

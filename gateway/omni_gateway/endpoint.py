@@ -16,6 +16,7 @@ from omni_common.params import check_params
 from omni_common.pipeline import Pipeline
 from omni_gateway.context import ARRIVED, BUS, ERROR_CODE, METRICS, RUN_ID, SETTINGS, Settings
 from omni_gateway.errors import error_body, internal_error, quoted, shorten
+from omni_gateway.media.pool import DECODERS
 from omni_gateway.stream import Ask, Bus, Event, Stream
 
 __all__ = [
@@ -42,6 +43,8 @@ _NO_SAMPLES: Samples = np.zeros(0, np.float32)
 #: event loop. A body of this many is decoded within some tens of milliseconds.
 _VALUES = 250_000
 _SCAN_BYTES = 1 << 20
+#: Seconds beyond a request's own deadline in which its last words must have reached the client.
+_LAST_WORDS_S = 5.0
 
 # ------------------------------------------------------------------------------------------------------ the request
 
@@ -81,6 +84,13 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise invalid("The body must be application/json.", code="unsupported_media_type", status=415)
     body = await read_body(request)
+    if len(body) <= _SCAN_BYTES:
+        return _decode(body, kind)
+    # Many at once would be one turn of the loop.
+    return await DECODERS.run(_decode, body, kind)
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
     _check_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -274,12 +284,27 @@ async def run_stream(request: web.Request, ask: Ask, *, patience_s: float | None
     request[RUN_ID] = stream.request_id
     run = Run(request, ask, stream)
     try:
-        await run.wait_first(patience_s)
-        yield run
+        async with _let_go_after(request, ask.pipeline.limits.total_s + _LAST_WORDS_S):
+            await run.wait_first(patience_s)
+            yield run
         if ERROR_CODE not in request:
             run.completed()
     finally:
         await run.aclose()
+
+
+@asynccontextmanager
+async def _let_go_after(request: web.Request, seconds: float) -> AsyncIterator[None]:
+    """A client that takes nothing could hold its request for ever; nothing can be told to it, so it is cut off."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client did not read its answer") from None
 
 
 class EventStream:

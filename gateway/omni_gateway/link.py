@@ -168,7 +168,7 @@ class Link:
             self._incarnation,
             arena_mib << 20,
             self._on_piece,
-            lambda request_id: self._room.set(),
+            lambda request_id: self._on_room(),
             self._on_gap,
         )
         self._node.arena.on_free.append(self._on_free)
@@ -227,18 +227,31 @@ class Link:
             edges = self._node.sink_edges(request_id, (stage,))
             if not edges:
                 return
-            self._room.clear()
+            room = self._room
             while (tensors := await self._publish(request_id, given.arrays, len(edges))) is None:
                 if stream.failed:
                     return
                 self._node.evict()
-                await self._room.wait()
-                self._room.clear()
+                # Of before the look: room that came since has set it, whoever else has looked meanwhile.
+                await room.wait()
+                room = self._room
             self._node.emit(request_id, edges, given.start, given.end, given.last, given.body, tensors)
 
     async def _publish(self, request_id: str, arrays: Arrays, sinks: int) -> dict[str, Tensor] | None:
         """As `Node.publish`; a copy of any size does not hold up the loop."""
-        return await asyncio.to_thread(self._node.publish, request_id, arrays, sinks) if arrays else {}
+        if not arrays:
+            return {}
+        copying = asyncio.ensure_future(asyncio.to_thread(self._node.publish, request_id, arrays, sinks))
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            # The thread goes on; what it puts into the arena is nobody's.
+            copying.add_done_callback(lambda done: self._take_back(done, sinks))
+            raise
+
+    def _take_back(self, copied: "asyncio.Future[dict[str, Tensor] | None]", sinks: int) -> None:
+        if not copied.cancelled() and copied.exception() is None:
+            self._node.unpublish(copied.result() or {}, sinks)
 
     def used(self, request_id: str, edge: str, nbytes: int) -> None:
         self._node.used(request_id, edge, nbytes)
@@ -343,7 +356,7 @@ class Link:
                 )
             )
             # It may wait for room for its input.
-            self._room.set()
+            self._on_room()
 
     def _on_piece(self, delivery: Delivery) -> None:
         stream = self._streams.get(delivery.chunk.request_id)
@@ -355,9 +368,14 @@ class Link:
         if stream is not None:
             stream.fail(OmniError(why, code="chunk_lost", stage=CLIENT))
 
+    def _on_room(self) -> None:
+        """Wake all who wait; who looks from now on waits for the next time."""
+        self._room.set()
+        self._room = asyncio.Event()
+
     def _on_free(self) -> None:
         """From whatever thread freed a slot."""
-        self._loop.call_soon_threadsafe(self._room.set)
+        self._loop.call_soon_threadsafe(self._on_room)
 
     async def close(self) -> None:
         for request_id in list(self._streams):

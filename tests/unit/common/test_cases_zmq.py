@@ -223,3 +223,52 @@ async def test_a_handler_that_raises_leaves_the_socket_awake(tmp_path: Path) -> 
         context.destroy(linger=0)
     assert got == [str(number) for number in range(1000) if number != 10]
     assert len(told) == 1
+
+
+ROOT = Path(__file__).parents[3]
+FORKS = {"fork", "forkpty", "preexec_fn", "set_start_method", "multiprocessing", "ProcessPoolExecutor"}
+
+
+def forks(tree: ast.AST) -> set[str]:
+    """Whatever would start a process as a copy of this one, or hand it this one's descriptors."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found |= {part for alias in names for part in alias.name.split(".")}
+            case ast.ImportFrom(module=module, names=names):
+                found |= {*(module or "").split("."), *(alias.name for alias in names)}
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.keyword(arg="preexec_fn", value=value) if not _is(value, None):
+                found.add("preexec_fn")
+            case ast.keyword(arg="close_fds", value=value) if not _is(value, True):
+                found.add("preexec_fn")
+    return found & FORKS
+
+
+def _is(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def test_no_process_is_a_copy_of_one_that_has_sockets() -> None:
+    """B069: a fork would share contexts and hold lifelines open; children are executed afresh."""
+    sources = [file for folder in ("common", "gateway", "services") for file in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 50
+    assert {str(file): found for file in sources if (found := forks(ast.parse(file.read_bytes())))} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.fork()",
+        "from os import fork",
+        "import multiprocessing.pool",
+        "from multiprocessing import Process",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "subprocess.Popen(a, preexec_fn=f)",
+        "subprocess.Popen(a, close_fds=False)",
+    ],
+)
+def test_the_check_sees_a_fork(code: str) -> None:
+    assert forks(ast.parse(code))
