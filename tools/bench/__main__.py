@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import uvloop
-from tools.bench import embedded, hop, identity, latency, slow_reader, stream
+from tools.bench import embedded, hop, identity, latency, omni_cpu, slow_reader, stream
 from tools.bench.report import Effort, Result, machine, table, to_json
 
 from omni_common.errors import OmniError
@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, Callable[[Effort], Coroutine[None, None, Result]]] = {
     "identity": identity.measure,
     "slow_reader": slow_reader.measure,
     "embedded": embedded.measure,
+    "omni_cpu": omni_cpu.measure,
 }
 QUICK = Effort(rounds=1, scale=0.02)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omni_worker.engines.codec import Codec
 from tokenizers import Tokenizer, models
 from transformers import Qwen3OmniMoeConfig
 
@@ -23,6 +22,7 @@ from omni_common.frames import Codes, Features
 from omni_common.params import Generation, Voiced
 from omni_worker.engine import Engine, Job, LoadContext, Output, Piece
 from omni_worker.engines.autoregressive import Autoregressive
+from omni_worker.engines.codec import Codec
 
 PROMPT, ANSWER, FRAMES = 100, 64, 150
 

@@ -194,13 +194,13 @@ class Autoregressive:
         first, stop = min(by_slot), max(by_slot) + 1
         if self._graphs:
             first, stop = 0, bucket(stop, 1, len(self._slots))
-        inputs = {slot: sequence.take(1) for slot, sequence in by_slot.items()}
+        inputs = {slot: sequence.take_one() for slot, sequence in by_slot.items()}
         filler = next(iter(inputs.values()))
         taken = [inputs.get(slot, filler) for slot in range(first, stop)]
         lengths = [self._length(slot, by_slot) for slot in range(first, stop)]
-        embeds = torch.stack([embeds for embeds, _ in taken])
+        embeds = torch.cat([embeds for embeds, _ in taken])[:, None]
         axes = self._model.shape.axes
-        positions = torch.stack([positions.expand(axes, -1) for _, positions in taken], 1)
+        positions = torch.cat([places.expand(axes, -1) for _, places in taken], 1)[..., None]
         if self._graphs:
             longest = max(sequence.length for sequence in sequences)
             shape = stop, bucket(longest + 1, SHORTEST, self._cache.context)

@@ -21,6 +21,7 @@ KEY_FIGURES = {
         "beside / alone": "<= 1.25",
         "tokens that the thinker made for the slow client, once all was full": "<= 0",
     },
+    "omni_cpu": {"8: Omnibus / generate, one after another": ">= 6"},
     "embedded": {
         "one core: short, by text, wall time / in a row": "<= 1.05",
         "one core: short, by voice, first audio": "<= 0.6",
@@ -42,6 +43,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
     "name",
     [
         *("hop", "stream", "latency", "identity", "slow_reader"),
+        pytest.param("omni_cpu", marks=[pytest.mark.slow]),
         pytest.param("embedded", marks=[pytest.mark.embedded, pytest.mark.slow]),
     ],
 )
