@@ -4,6 +4,7 @@ The same prompts, greedy, as many tokens each; N at once in our engine, and one 
 library. Nothing here says how fast a real model is: with tiny matrices it is the overhead of a step that is compared.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ class _Sides:
     def __init__(self, folder: Path, tokens: int) -> None:
         from omni_worker.torchvision_shim import declare_ops
 
+        # `generate` makes this folder, used or not.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         declare_ops()
         import torch
         import transformers
