@@ -49,6 +49,8 @@ async def measure(effort: Effort) -> Result:
 
 
 def _made(folder: Path) -> None:
+    # torch makes this folder, used or not, in this process too.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     for command in (
         [ROOT / "tools" / "make_tiny_models.py", folder, "qwen3_omni"],
         ["-m", "omni_worker.split", folder / "qwen3_omni_tiny", folder / "models" / "tiny"],
@@ -60,8 +62,6 @@ class _Sides:
     def __init__(self, folder: Path, tokens: int) -> None:
         from omni_worker.torchvision_shim import declare_ops
 
-        # `generate` makes this folder, used or not.
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         declare_ops()
         import torch
         import transformers
