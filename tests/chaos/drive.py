@@ -40,8 +40,17 @@ class Wound:
     at: float
     #: Names of processes in the rig that are (about to be) dead.
     names: list[str]
-    #: Requests that were hit, and how many events their clients had then.
+    #: Requests that were hit, and how much their clients had heard then.
     hit: list[tuple[Asked, int]] = field(default_factory=list)
+
+
+def heard(asked: Asked) -> int:
+    """Pieces of sound that the client has: these went through every stage, so one more is a step of each.
+
+    A request that goes on with its words alone makes no progress in the stages behind, and three deaths of one of these
+    in a row would be its fault.
+    """
+    return sum(event.modality == "audio" for event in asked.events)
 
 
 class Drive:
@@ -137,9 +146,9 @@ class Drive:
         """Every request that was hit has gone on, or has ended."""
         deadline = wound.at + RESUME_S
         for asked, before in wound.hit:
-            while asked.state != "over" and len(asked.events) <= before and time.monotonic() < deadline:
+            while asked.state != "over" and heard(asked) <= before and time.monotonic() < deadline:
                 await asyncio.sleep(0.002)
-            if asked.state != "over" and len(asked.events) <= before:
+            if asked.state != "over" and heard(asked) <= before:
                 self._report.lost.append(f"request {asked.number} {asked.request_id} did not go on ({asked.state})")
 
     async def _wound(self, blow: Blow) -> Wound | None:
@@ -195,7 +204,7 @@ class Drive:
         (pid,) = pids & {process.pid for process in self._rig.processes.values()} - self._struck[stage, blow.phase]
         self._struck[stage, blow.phase].add(pid)
         wound = Wound(time.monotonic(), [self._name_of(pid)])
-        wound.hit = [(asked, len(asked.events)) for asked in self._working_on(stage, pid)]
+        wound.hit = [(asked, heard(asked)) for asked in self._working_on(stage, pid)]
         if len(blow.victims) > 1:
             others = [name for victim in blow.victims for name in self._all(victim) if name not in wound.names]
             also = self._outside(blow, others)
@@ -216,7 +225,7 @@ class Drive:
                 if name == SCHEDULER
                 else self._working_on(name.partition("-")[0], process.pid)
             )
-            wound.hit += [(asked, len(asked.events)) for asked in hit if asked not in [a for a, _ in wound.hit]]
+            wound.hit += [(asked, heard(asked)) for asked in hit if asked not in [a for a, _ in wound.hit]]
             os.kill(process.pid, blow.number)
         return wound
 
@@ -251,7 +260,7 @@ def _some(state: str) -> Callable[[list[Asked]], bool]:
 SCHEDULER_MOMENTS: dict[str, Callable[[list[Asked]], bool]] = {
     "queued": _some("submitting"),
     "placed": _some("placed"),
-    "first": lambda live: any(0 < len(asked.events) < 4 for asked in live),
+    "first": lambda live: any(0 < heard(asked) < 4 for asked in live),
     "mid": lambda live: sum(asked.state == "running" for asked in live) >= 4,
     "last": lambda live: any(asked.ended("text") and not asked.ended("audio") for asked in live),
     "sent": lambda live: any(asked.state == "submitting" and asked.number > 8 for asked in live),

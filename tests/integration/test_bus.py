@@ -211,8 +211,13 @@ async def test_a_reader_that_stops_holds_only_its_own_request(tokens: Rig) -> No
 
     assert len(await tokens.answer(tokens.ask(params={"thinker": {"max_tokens": 5000}}))) == 5000
     await until(lambda: steps() > 5000)
-    stuck = steps()
-    assert stuck < 5000 + 2000, "the stage ran on without credit"
+    stuck, seen, same = steps(), tokens.link.fleet, 0
+    while same < 2:
+        await until(lambda seen=seen: tokens.link.fleet is not seen)
+        seen = tokens.link.fleet
+        same = same + 1 if steps() == stuck else 0
+        stuck = steps()
+    assert stuck < 5000 + 100_000, "the stage ran on without credit"
     await slow.aclose()
     await tokens.idle()
 

@@ -1,6 +1,7 @@
 """The shape of the source, read from its syntax trees: who may import whom, and what may not be written at all."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,13 @@ SCRIPTS = sorted((ROOT / "tools").rglob("*.py"))
 MAX_LINES = 500
 
 HEAVY = {"torch", "transformers", "diffusers", "vllm", "onnxruntime", "onnx", "ctranslate2", "tokenizers", "xllamacpp"}
+ON_TORCH = {"torch", "transformers", "diffusers", "vllm"}
+#: Engines on torch, what they share, and their models: imported by the workers that are told to, and by `omni prepare`.
+TORCH_FILES = re.compile(
+    r"services/omni_worker/("
+    r"engines/(autoregressive|codec|cuda_graphs|processor\w*|sampler|sequence|slot_cache|torch_arrays|vllm\w*)"
+    r"|models/(omni|qwen)\w*|split|torchvision_shim|weights)\.py$"
+)
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "unsafe_load_all", "full_load_all"}
 QUEUES = {"Queue", "LifoQueue", "PriorityQueue", "JoinableQueue"}
@@ -45,8 +53,8 @@ def wrong_imports(package: str, file: str, tree: ast.AST) -> Iterator[str]:
             yield f"{file}:{line}: {package} imports {top}; only omni_common is common"
         elif top in HEAVY and package != "omni_worker":
             yield f"{file}:{line}: {package} imports {top}; only workers may load models"
-        elif top == "torch":
-            yield f"{file}:{line}: imports torch; nothing here needs it"
+        elif top in ON_TORCH and not TORCH_FILES.search(file):
+            yield f"{file}:{line}: imports {top}; a worker of another engine would load it"
         elif top == "zmq" and file != "common/omni_common/sockets.py":
             yield f"{file}:{line}: imports zmq; sockets are made in omni_common.sockets only"
 

@@ -75,7 +75,7 @@ def problems(file: str | list[str], *overrides: str, **more: object) -> list[str
 
 
 def test_the_pipelines_of_this_repository_load_together() -> None:
-    assert known_pipelines() == ["embedded", "speech"]
+    assert known_pipelines() == ["embedded", "qwen2_5_omni", "qwen3_omni", "speech"]
     loaded = load_pipelines(["embedded", "speech"])
     assert list(loaded) == ["embedded", "speech"]
     assert loaded["speech"].stages.keys() == {"talker", "code2wav"}
@@ -277,7 +277,7 @@ def test_bytes_that_are_no_text_are_refused(folder: Folder) -> None:
 
 
 def test_an_unknown_name_lists_the_known(tmp_path: Path) -> None:
-    assert problems("embeded") == ["no pipeline `embeded`; known: embedded, speech"]
+    assert problems("embeded") == [f"no pipeline `embeded`; known: {', '.join(known_pipelines())}"]
     assert problems("nowhere.yaml") == ["nowhere.yaml: no such file"]
     assert "no such file" in problems(str(tmp_path) + "/")[0]
 
