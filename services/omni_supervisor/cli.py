@@ -13,6 +13,7 @@ from omni_common.paths import deploy_file, models_dir
 from omni_common.pipeline_check import PipelineError
 from omni_common.service import load_arguments, pipeline_arguments
 from omni_supervisor import commands, serve
+from omni_supervisor.checkpoint import is_folder, prepare_checkpoint
 from omni_supervisor.control import find_supervisor, send_order
 from omni_supervisor.describe import describe
 from omni_supervisor.orders import ALL, MAX_REPLICAS, Drain, Order, Restart, Scale
@@ -99,8 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("pipelines", metavar="PIPELINE", help="name, or file; several with commas")
     pipeline_arguments(command)
 
-    command = add("prepare", _prepare, "Fetch the models of a pipeline, once.")
-    command.add_argument("name", choices=list_names())
+    command = add("prepare", _prepare, "Fetch the models of a pipeline, or split a checkpoint into its stages, once.")
+    lists = ", ".join(list_names())
+    command.add_argument("what", metavar="LIST|FOLDER", help=f"list of models ({lists}), or folder of a checkpoint")
+    command.add_argument("--name", default="", help="of the prepared checkpoint, default the folder's name")
     command.add_argument("--models", type=Path, metavar="DIR", help=f"default {models_dir()}")
 
     add("version", _version, "Print the version.")
@@ -159,7 +162,16 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    prepare(load_list(deploy_file("models", f"{arguments.name}.yaml")), arguments.models or models_dir())
+    what, models = arguments.what, arguments.models or models_dir()
+    lists = list_names()
+    if what not in lists and is_folder(what):
+        prepare_checkpoint(Path(what), models, arguments.name)
+    elif what not in lists:
+        raise OmniError(f"{what} is neither a list of models ({', '.join(lists)}) nor a folder with a checkpoint")
+    elif arguments.name:
+        raise OmniError("--name is for a folder: the models of a list have names")
+    else:
+        prepare(load_list(deploy_file("models", f"{what}.yaml")), models)
     return 0
 
 

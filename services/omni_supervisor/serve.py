@@ -17,6 +17,7 @@ from omni_common.paths import models_dir
 from omni_common.pipeline import Pipeline
 from omni_common.run_dir import default_base
 from omni_common.service import DEFAULT_PIPELINES, load_arguments, pipeline_arguments
+from omni_supervisor.checkpoint import with_model
 from omni_supervisor.control import control_server
 from omni_supervisor.health import Probe
 from omni_supervisor.merged_log import MergedLog
@@ -32,6 +33,12 @@ BACKLOG = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline_arguments(parser)
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME|FOLDER",
+        help="serve this checkpoint, prepared if it is a folder, by the pipeline of its family",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at, default 127.0.0.1")
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
     parser.add_argument(
@@ -56,6 +63,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises OmniError (PipelineError for a pipeline) when the system cannot be started; nothing has been started then.
     """
+    if arguments.model:
+        arguments = with_model(arguments, models_dir())
     pipelines = load_arguments(arguments)
     check_prepared(pipelines.values())
     with (

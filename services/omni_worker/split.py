@@ -19,22 +19,23 @@ from omni_worker.torchvision_shim import declare_ops
 
 declare_ops()
 
+import msgspec  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from omni_common.checkpoint import MANIFEST, Manifest, bad_checkpoint, family_of, look_at  # noqa: E402
 from omni_common.errors import OmniError  # noqa: E402
+from omni_common.orphan import end_with_parent  # noqa: E402
 
-#: `model_type` of a checkpoint to the pipeline that serves it, its class and its stages: folder and attribute.
-FAMILIES = {
-    "qwen3_omni_moe": (
-        "qwen3_omni",
+#: By family: transformers' class, and the stages, folder and attribute.
+KINDS = {
+    "qwen3_omni": (
         "Qwen3OmniMoeForConditionalGeneration",
         {"thinker": "thinker", "talker": "talker", "code2wav": "code2wav"},
     ),
     "qwen2_5_omni": (
-        "qwen2_5_omni",
         "Qwen2_5OmniForConditionalGeneration",
         {"thinker": "thinker", "talker": "talker", "code2wav": "token2wav"},
     ),
@@ -45,16 +46,19 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 def split(source: Path, target: Path) -> None:
     """Raises OmniError that says what is wrong with the checkpoint."""
-    family, kind, stages = _family(source)
-    if not sorted(source.glob("*.safetensors")):
-        raise _bad(f"{source} has no weights as safetensors, and other files of weights are not read")
+    family = family_of(source)
+    kind, stages = KINDS[family]
+    # As it is before it is read: what changes meanwhile is then found to differ.
+    read = look_at(source)
     # Of the base class: a family's own may not know how to tell what it found.
     base: Any = transformers.PreTrainedModel.from_pretrained
     settings = {"local_files_only": True, "dtype": "auto", "output_loading_info": True}
+    # What does not fit is in the report, and refused below with the rest.
+    settings["ignore_mismatched_sizes"] = True
     model, report = base.__func__(getattr(transformers, kind), source, **settings)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found := sorted(map(str, report[what])):
-            raise _bad(f"{len(found)} {what.replace('_', ' ')}, first {found[0]}")
+            raise bad_checkpoint(f"{len(found)} {what.replace('_', ' ')}, first {found[0]}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         made = Path(temporary) / "made"
@@ -64,27 +68,16 @@ def split(source: Path, target: Path) -> None:
         model.config.save_pretrained(made)
         model.generation_config.save_pretrained(made)
         _copy_processor(source, made / "processor")
-        manifest = {
-            "family": family,
-            "source": str(source),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "stages": files,
-            "speakers": speakers,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        }
-        (made / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        manifest = Manifest(
+            family=family,
+            source=read,
+            dtype=str(model.dtype).removeprefix("torch."),
+            stages=files,
+            speakers=speakers,
+            versions={"torch": str(torch.__version__), "transformers": transformers.__version__},
+        )
+        (made / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
         os.rename(made, target)
-
-
-def _family(source: Path) -> tuple[str, str, dict[str, str]]:
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise _bad(f"{source / 'config.json'} cannot be read: {error}") from None
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise _bad(f"model_type {kind!r} of {source} is none of {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
 
 
 def _save(module: torch.nn.Module, folder: Path) -> dict[str, int]:
@@ -140,11 +133,8 @@ def _copy_processor(source: Path, target: Path) -> None:
     shutil.copyfile(source / "config.json", target / "config.json")
 
 
-def _bad(text: str) -> OmniError:
-    return OmniError(text, code="bad_checkpoint")
-
-
 def main() -> int:
+    end_with_parent()
     parser = argparse.ArgumentParser(prog="omni_worker.split", description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

@@ -83,9 +83,25 @@ class Autoregressive:
         if shape.memo:
             self._memo = torch.zeros(context.slots, length, shape.memo, dtype=model.dtype, device=model.device)
         self._slots = [_Slot(number) for number in range(context.slots)]
+        if self._graphs:
+            self._record(self._graphs)
         self._uses = 0
         taken = self._cache.nbytes + (self._memo.nbytes if self._memo is not None else 0)
         log.info("%d slots of %d positions take %.1f MiB", context.slots, length, taken / 2**20)
+
+    @torch.inference_mode()
+    def _record(self, graphs: CudaGraphs) -> None:
+        """The steps of short sequences, so that no request waits for their recording."""
+        rows, shape, dtype = 1, self._model.shape, self._model.dtype
+        while True:
+            embeds = torch.zeros(rows, 1, shape.hidden, dtype=dtype)
+            nothing = torch.zeros(shape.axes, rows, 1, dtype=torch.long)
+            length = min(SHORTEST, self._cache.context)
+            work = partial(self._fixed_step, rows, length)
+            graphs.run((rows, length), work, nothing[0, :, 0], embeds, nothing)
+            if rows == len(self._slots):
+                return
+            rows = min(2 * rows, len(self._slots))
 
     def add(self, job: Job) -> None:
         self._sequences[job.request_id] = self._model.open(job)
@@ -134,7 +150,11 @@ class Autoregressive:
         if not free:
             return False
         shared = {slot.number: self._shared(slot, sequence) for slot in free}
-        best = max(free, key=lambda slot: (shared[slot.number], not slot.held, -slot.used))
+        if self._graphs:
+            # A step computes every slot up to the last that is in use.
+            best = max(free, key=lambda slot: (shared[slot.number], -slot.number))
+        else:
+            best = max(free, key=lambda slot: (shared[slot.number], not slot.held, -slot.used))
         self._uses += 1
         best.taken, best.used = True, self._uses
         sequence.slot = best.number

@@ -19,6 +19,8 @@ class Shape:
     layers: int
     heads: int
     head_dim: int
+    #: Width of an input.
+    hidden: int
     #: Axes of a position: 3 for multimodal rotary embeddings.
     axes: int = 3
     #: Width of what is kept of every position beside keys and values; 0: nothing.

@@ -37,7 +37,7 @@ class Model(Talker):
         build: Callable[[], Any] = partial(Qwen2_5OmniTalkerForConditionalGeneration, config)
         self.module = load_stage(folder, "talker", build, self.dtype, self.device, random=self.random)
         self.backbone = self.module.model
-        self.shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        self.shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.embedding_size)
         self.voices = voices(folder)
         self.suppressed = torch.tensor([config.tts_codec_start_token_id], device=self.device)
         self.end_ids = frozenset([config.tts_codec_pad_token_id, config.tts_codec_end_token_id])

@@ -45,7 +45,7 @@ class Model(Thinker):
             self._special_ids += voices(folder).values()
         memo = text.hidden_size if self.feeds_talker else 0
         head_dim = text.hidden_size // text.num_attention_heads
-        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, head_dim, memo=memo)
+        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, head_dim, text.hidden_size, memo=memo)
 
     def state(self, media: Tensor, embeds: Tensor, states: States, row: int) -> Tensor:
         return states.last[row] + embeds.masked_fill(media[:, None], 0.0)

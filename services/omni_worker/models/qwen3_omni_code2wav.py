@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, Qwen3OmniMoeCode2Wav
 
+from omni_common.params import Voiced
 from omni_worker.engine import Job, LoadContext
 from omni_worker.engines.codec import Decoding, Samples
 from omni_worker.weights import load_stage
@@ -50,8 +51,12 @@ class Model:
         self._upsample = int(self._module.total_upsample)
         self._seen = config.num_hidden_layers * (config.sliding_window - 1)
         self._reach = reach(self._module)
-        # The longest chunk, so that the first request pays nothing for it.
-        self._wave(torch.zeros(1, config.num_quantizers, sum(self._sizes), dtype=torch.long, device=self._device), 0)
+        # Each size of the first chunks, so that no request pays for a shape that is new.
+        silence = Decoding(_WARM_UP)
+        silence.frames = [[0] * config.num_quantizers] * (self._ends[-1] + self._sizes[-1])
+        while end := self.due(silence):
+            (samples,) = self.decode([(silence, end)])
+            silence.decoded, silence.samples = end, silence.samples + len(samples)
 
     def open(self, job: Job) -> Decoding:
         return Decoding(job)
@@ -107,6 +112,9 @@ class Model:
             wave = block(wave)
         bounded: Tensor = wave.clamp(min=-1, max=1)[:, 0]
         return bounded
+
+
+_WARM_UP = Job("warm-up", 0, Voiced(), (), ())
 
 
 def reach(module: Any) -> int:

@@ -30,6 +30,22 @@ class Predictor:
         self._slots = slots
         self._device = device
         self._graphs = CudaGraphs(device) if graphs else None
+        if self._graphs:
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Record every size, so that no request waits for it."""
+        table = self._tables[0].weight
+        count = 1
+        while True:
+            hidden = torch.zeros(count, table.shape[1], dtype=table.dtype, device=self._device)
+            firsts = torch.zeros(count, dtype=torch.long, device=self._device)
+            numbers = torch.zeros(count, self.groups - 1, device=self._device)
+            self.complete(hidden, firsts, numbers, torch.zeros(count, dtype=torch.bool, device=self._device))
+            if count == self._slots:
+                return
+            count = min(2 * count, self._slots)
 
     def embed(self, codes: Tensor) -> Tensor:
         """What a frame adds to the talker's next input: `codes` int64 [n, groups] -> [n, hidden]."""

@@ -44,7 +44,7 @@ class Model(Talker):
         build: Callable[[], Any] = partial(Qwen3OmniMoeTalkerForConditionalGeneration, config)
         self.module = module = load_stage(folder, "talker", build, self.dtype, self.device, random=self.random)
         self.backbone = module.model
-        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, text.head_dim)
+        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, text.head_dim, text.hidden_size)
         first, groups = module.get_input_embeddings(), config.num_code_groups
         graphs = self.device.type == "cuda" and bool(context.options.get("graphs", True))
         self.predictor = Predictor(module.code_predictor, first, groups, context.slots, self.device, graphs)

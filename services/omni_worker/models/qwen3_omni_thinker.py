@@ -39,7 +39,7 @@ class Model(Thinker):
         self.end_ids = frozenset([whole.im_end_token_id])
         self._special_ids = [whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id]
         memo = text.hidden_size if self.feeds_talker else 0
-        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, text.head_dim, memo=memo)
+        self.shape = Shape(text.num_hidden_layers, text.num_key_value_heads, text.head_dim, text.hidden_size, memo=memo)
         self._heard: Tensor | None = None
         accepted = whole.talker_config.accept_hidden_layer
         if self.feeds_talker and accepted < text.num_hidden_layers:
