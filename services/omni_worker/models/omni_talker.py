@@ -58,6 +58,9 @@ class Talker(ABC):
         self.device = torch.device(str(options.get("device", "cpu")))
         self.dtype = getattr(torch, str(options.get("dtype", "float32")))
         self.context = int(options.get("context", 4096))
+        #: transformers' implementation of a mixture of experts; its usual one needs the host in float32 on CUDA.
+        plain = self.device.type == "cuda" and self.dtype == torch.float32
+        self.experts = options.get("experts", "batched_mm" if plain else None)
         #: For measuring speed only.
         self.random = options.get("weights") == "random"
 

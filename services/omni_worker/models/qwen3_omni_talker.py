@@ -39,8 +39,8 @@ class Model(Talker):
         config.audio_config = whole.thinker_config.audio_config
         text = config.text_config
         text._attn_implementation = ATTENTION
-        if "experts" in context.options:
-            text._experts_implementation = context.options["experts"]
+        if self.experts:
+            text._experts_implementation = self.experts
         build: Callable[[], Any] = partial(Qwen3OmniMoeTalkerForConditionalGeneration, config)
         self.module = module = load_stage(folder, "talker", build, self.dtype, self.device, random=self.random)
         self.backbone = module.model

@@ -31,8 +31,8 @@ class Model(Thinker):
         config = self.config = whole.thinker_config
         text = config.text_config
         text._attn_implementation = ATTENTION
-        if "experts" in context.options:
-            text._experts_implementation = context.options["experts"]
+        if self.experts:
+            text._experts_implementation = self.experts
         build: Callable[[], Any] = partial(Qwen3OmniMoeThinkerForConditionalGeneration, config)
         self.module = load_stage(folder, "thinker", build, self.dtype, self.device, random=self.random)
         self.backbone = self.module.model
