@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.initialization import no_init_weights
 
 from omni_common.errors import OmniError
@@ -28,8 +28,8 @@ def load_stage(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        # Built where it will run: what a module computes itself (positions, offsets) is right from the start, and its
-        # weights are not initialised before they are overwritten.
+        # Built where it will run, not on the meta device: what a module computes itself and no file has (frequencies,
+        # filters, offsets) is right from the start. Weights are memory that nothing has written until a file does.
         with torch.device(device), no_init_weights():
             module = build()
     finally:
@@ -49,17 +49,26 @@ def _fill(module: Any, folder: Path, stage: str) -> None:
     if not files:
         raise _bad(stage, f"no safetensors in {folder}")
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if name not in left:
-                    raise _bad(stage, f"{file.name} has {name}, which the model has not (or has got already)")
-                tensor = opened.get_tensor(name)
-                if tensor.shape != wanted[name].shape:
-                    raise _bad(stage, f"{name} is {[*tensor.shape]}, not {[*wanted[name].shape]}")
-                wanted[name].copy_(tensor)
-                del left[name]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name not in left:
+                        raise _bad(stage, f"{file.name} has {name}, which the model has not (or has got already)")
+                    _copy(opened.get_tensor(name), wanted[name], name, stage)
+                    del left[name]
+        except (SafetensorError, OSError) as error:
+            raise _bad(stage, f"{file} cannot be read: {error}") from None
     if left:
         raise _bad(stage, f"{len(left)} weights are missing, first {next(iter(left))}")
+
+
+def _copy(tensor: torch.Tensor, into: torch.Tensor, name: str, stage: str) -> None:
+    if tensor.shape != into.shape:
+        raise _bad(stage, f"{name} is {[*tensor.shape]}, not {[*into.shape]}")
+    # Whole numbers in place of floats are quantised weights, which mean something else.
+    if tensor.is_floating_point() != into.is_floating_point():
+        raise _bad(stage, f"{name} is of {tensor.dtype}, not of {into.dtype}")
+    into.copy_(tensor)
 
 
 def _randomise(module: Any) -> None:
