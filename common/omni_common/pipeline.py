@@ -73,6 +73,21 @@ class Limits(Node):
     speech_chars: Annotated[int, Meta(ge=1)] = 4096
     audio_s: Annotated[float, Meta(gt=0)] = 600.0
     audio_mib: Annotated[int, Meta(ge=1)] = 25
+    #: Images and videos of one conversation, and audios at an address; MiB of all its images and frames, decoded.
+    media: Annotated[int, Meta(ge=0)] = 64
+    media_mib: Annotated[int, Meta(ge=1)] = 256
+    #: Bytes and pixels of one image as it comes, and the pixels that are left of it: a larger one is scaled down.
+    image_mib: Annotated[int, Meta(ge=1)] = 20
+    image_source_pixels: Annotated[int, Meta(ge=1, le=2**26)] = 2**25
+    image_pixels: Annotated[int, Meta(ge=1)] = 2**22
+    #: Seconds, bytes and pixels a frame of one video as it comes.
+    video_s: Annotated[float, Meta(gt=0)] = 120.0
+    video_mib: Annotated[int, Meta(ge=1)] = 48
+    video_source_pixels: Annotated[int, Meta(ge=1)] = 4096 * 2304
+    #: What is left of it: frames a second, frames in all (a longer one has fewer a second), and pixels a frame.
+    video_fps: Annotated[float, Meta(gt=0)] = 2.0
+    video_frames: Annotated[int, Meta(ge=1)] = 64
+    video_pixels: Annotated[int, Meta(ge=1)] = 768 * 784
 
 
 class Voice(Node):

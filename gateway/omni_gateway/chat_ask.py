@@ -1,24 +1,23 @@
 """From a chat request to what the bus is asked: everything is checked and decoded here, nothing is sent before."""
 
-import base64
-import binascii
 from dataclasses import dataclass
 
 from omni_common.errors import invalid
-from omni_common.frames import AudioPart, Message, Params, Prompt, TextPart
+from omni_common.frames import Params, Prompt
 from omni_common.pipeline import Pipeline
-from omni_gateway.audio_input import RATE, given_audio
 from omni_gateway.audio_store import AudioStore
-from omni_gateway.chat_schema import AudioRef, ChatFormat, ChatMessage, ChatRequest, Part, VoiceRef, refuse_unsupported
+from omni_gateway.chat_read import Reader
+from omni_gateway.chat_schema import ChatFormat, ChatRequest, VoiceRef, refuse_unsupported
 from omni_gateway.context import AudioForm
-from omni_gateway.endpoint import Samples, build_params, find_voice, fresh_seed
+from omni_gateway.endpoint import build_params, find_voice, fresh_seed
 from omni_gateway.errors import quoted
-from omni_gateway.media.decode import decode_audio
-from omni_gateway.media.pool import DECODERS
-from omni_gateway.stream import Ask, Given
+from omni_gateway.media.fetch import Fetcher
+from omni_gateway.media_input import given_input
+from omni_gateway.stream import Ask
 
 _TASK = "chat"
-_FORMATS = frozenset({"wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm"})
+#: From anywhere in the open Internet.
+_PUBLIC = Fetcher()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +33,21 @@ class ChatJob:
     text: bool
     form: AudioForm
     include_usage: bool
-    #: Samples of all input audio, at 16 kHz.
+    #: Samples of all input audio, that of videos included, at 16 kHz.
     audio_in: int
 
 
 async def build_job(
-    request: ChatRequest, pipeline: Pipeline, form: AudioForm, store: AudioStore, owner: str
+    request: ChatRequest,
+    pipeline: Pipeline,
+    form: AudioForm,
+    store: AudioStore,
+    owner: str,
+    fetcher: Fetcher = _PUBLIC,
 ) -> ChatJob:
-    """Check `request` against `pipeline`, decode its audio, resolve the audio ids of `owner`.
+    """Check `request` against `pipeline`, fetch and decode its media, resolve the audio ids of `owner`.
 
-    Raises OmniError 400 (413 for an audio that is too large) with the path of the field.
+    Raises OmniError 400 (413 for a medium that is too large) with the path of the field.
     """
     refuse_unsupported(request)
     modalities = _modalities(request, pipeline)
@@ -51,10 +55,11 @@ async def build_job(
     audio_format: ChatFormat | None = ((options and options.format) or "wav") if "audio" in modalities else None
     voice = _voice(request, pipeline)
 
-    reader = _Reader(pipeline, store, owner)
+    reader = Reader(pipeline, store, owner, fetcher, request.hears_videos)
     messages = [await reader.message(i, message) for i, message in enumerate(request.messages)]
-    given = [Given("text", Prompt(messages=messages), 0, 1, last=True), *given_audio(reader.audios)]
-    inputs = ["text", "audio"] if reader.audios else ["text"]
+    media = reader.media
+    given = given_input(pipeline.tasks[_TASK], Prompt(messages=messages), media)
+    inputs = ["text", *media.modalities]
     # A spoken answer needs its text too: it is the transcript.
     wanted: list[str] = ["text", "audio"] if audio_format else ["text"]
     can: list[str] = list(pipeline.tasks[_TASK].output)
@@ -79,7 +84,7 @@ async def build_job(
         text="text" in modalities,
         form=form,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        audio_in=sum(len(samples) for samples in reader.audios),
+        audio_in=sum(len(samples) for samples in media.audios),
     )
 
 
@@ -129,85 +134,3 @@ def _params(request: ChatRequest, pipeline: Pipeline, voice: str | None) -> dict
             if value is not None:
                 overrides[name][key] = [value] if key == "stop" and isinstance(value, str) else value
     return build_params(pipeline, pipeline.stages, overrides, where)
-
-
-class _Reader:
-    """Turns messages into a prompt, collecting the audio on the way."""
-
-    def __init__(self, pipeline: Pipeline, store: AudioStore, owner: str) -> None:
-        self._pipeline = pipeline
-        self._store = store
-        self._owner = owner
-        self._text_left = pipeline.limits.text_chars
-        self._seconds_left = pipeline.limits.audio_s
-        self.audios: list[Samples] = []
-
-    async def message(self, index: int, message: ChatMessage) -> Message:
-        where = f"messages[{index}]"
-        role = "system" if message.role == "developer" else message.role
-        parts: list[TextPart | AudioPart] = []
-        content = message.content
-        if isinstance(content, str):
-            parts.append(self._text(content, f"{where}.content"))
-        elif content is not None:
-            for number, part in enumerate(content):
-                parts.append(await self._part(part, role, f"{where}.content[{number}]"))
-        if message.audio is not None:
-            spoken = self._spoken(message.audio, role, f"{where}.audio")
-            if not any(isinstance(part, TextPart) and part.text for part in parts):
-                parts = [self._text(spoken, f"{where}.audio.id")]
-        elif not parts or (role == "user" and all(isinstance(p, TextPart) and not p.text.strip() for p in parts)):
-            raise invalid(f"{where}.content must not be empty", f"{where}.content")
-        return Message(role=role, parts=parts)  # type: ignore[arg-type]
-
-    async def _part(self, part: Part, role: str, where: str) -> TextPart | AudioPart:
-        if part.type == "text":
-            if part.text is None:
-                raise invalid(f"{where}.text is missing", f"{where}.text", code="missing_required_parameter")
-            return self._text(part.text, f"{where}.text")
-        if part.type != "input_audio":
-            text = f"{where}: {self._pipeline.name} takes text and input_audio, not {quoted(part.type)}"
-            raise invalid(text, where)
-        if role != "user" or "audio" not in self._pipeline.tasks[_TASK].input:
-            raise invalid(f"{where}: {self._pipeline.name} does not hear audio in a {role} message", where)
-        return await self._audio(part, f"{where}.input_audio")
-
-    def _text(self, text: str, where: str) -> TextPart:
-        self._text_left -= len(text)
-        if self._text_left < 0:
-            limit = self._pipeline.limits.text_chars
-            raise invalid(f"the messages hold more than {limit} characters", where, code="string_above_max_length")
-        return TextPart(text=text)
-
-    async def _audio(self, part: Part, where: str) -> AudioPart:
-        given = part.input_audio
-        if given is None:
-            raise invalid(f"{where} is missing", where, code="missing_required_parameter")
-        if given.format is not None and given.format.lower() not in _FORMATS:
-            valid = ", ".join(sorted(_FORMATS))
-            raise invalid(f"{where}.format: {quoted(given.format)} is not one of {valid}", f"{where}.format")
-        where += ".data"
-        try:
-            data = await DECODERS.run(base64.b64decode, given.data, validate=True)
-        except (binascii.Error, ValueError):
-            raise invalid(f"{where} is not valid base64", where, code="invalid_base64") from None
-        if not data:
-            raise invalid(f"{where} is empty", where, code="invalid_audio")
-        limits = self._pipeline.limits
-        if self._seconds_left <= 0:
-            raise invalid(f"all audio together is longer than {limits.audio_s:g} s", where, code="audio_too_long")
-        samples = await decode_audio(
-            data, max_seconds=self._seconds_left, max_bytes=limits.audio_mib << 20, rate=RATE, param=where
-        )
-        self._seconds_left -= len(samples) / RATE
-        self.audios.append(samples)
-        return AudioPart(index=len(self.audios) - 1)
-
-    def _spoken(self, ref: AudioRef, role: str, where: str) -> str:
-        if role != "assistant":
-            raise invalid(f"{where} is only allowed in an assistant message", where)
-        transcript = self._store.get(self._owner, ref.id)
-        if transcript is None:
-            text = f"{where}.id: no audio {quoted(ref.id)} is known; it may have expired"
-            raise invalid(text, f"{where}.id", code="audio_not_found")
-        return transcript

@@ -28,12 +28,23 @@ class InputAudio(msgspec.Struct):
     format: str | None = None
 
 
+class MediaUrl(msgspec.Struct):
+    #: `http:`, `https:` or `data:`.
+    url: str
+    #: For images; `low` is seen at 512 x 512 pixels or so.
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
 class Part(msgspec.Struct):
-    """A content part of any type; what it must hold by type is checked in `chat_ask.py`, where its path is known."""
+    """A content part of any type; what it must hold by type is checked in `chat_read.py`, where its path is known."""
 
     type: str
     text: str | None = None
     input_audio: InputAudio | None = None
+    #: OpenAI has an object here, the peer's clients also the bare URL.
+    image_url: str | MediaUrl | None = None
+    video_url: str | MediaUrl | None = None
+    audio_url: str | MediaUrl | None = None
 
 
 class AudioRef(msgspec.Struct):
@@ -63,6 +74,12 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class MediaOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Other keys change what a model sees; the pipeline's limits decide that here."""
+
+    use_audio_in_video: bool | None = None
+
+
 class ChatRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=_MESSAGES)]
     model: str | None = None
@@ -75,6 +92,9 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     sampling_params_list: list[dict[str, Any] | None] | None = None
+    #: Videos are heard too; where the peer's clients say so is `mm_processor_kwargs`.
+    use_audio_in_video: bool | None = None
+    mm_processor_kwargs: MediaOptions | None = None
     # Sampling, for the stage that writes the text. Ranges are the engine's, in omni_common.params.
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
@@ -103,6 +123,14 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     logit_bias: Any = None
     web_search_options: Any = None
+    media_io_kwargs: Any = None
+
+    @property
+    def hears_videos(self) -> bool:
+        if self.use_audio_in_video is not None:
+            return self.use_audio_in_video
+        options = self.mm_processor_kwargs
+        return bool(options is not None and options.use_audio_in_video)
 
     def sampling(self) -> Params:
         """The sampling parameters that the request sets, under the engine's names."""
@@ -136,6 +164,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "logit_bias": ({},),
     "web_search_options": (),
+    "media_io_kwargs": ({},),
 }
 
 

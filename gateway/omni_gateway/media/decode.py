@@ -22,7 +22,7 @@ from omni_common.errors import OmniError, invalid
 from omni_gateway.media.graph import FilterChain, Samples, resample_to
 from omni_gateway.media.pool import DECODERS
 
-_CONTAINERS = "wav,w64,aiff,caf,au,amr,mp3,flac,ogg,matroska,webm,mov,mp4,m4a,aac"
+_CONTAINERS = "wav,w64,aiff,caf,au,amr,mp3,flac,ogg,matroska,webm,mov,mp4,m4a,aac,avi,mpegts"
 _SELF_SYNCHRONISING = {"mp3", "aac", "ogg"}
 #: The duration is guessed from the bit rate there, so it refuses nothing.
 _GUESSED = {"mp3", "aac"}

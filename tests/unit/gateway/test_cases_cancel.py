@@ -316,12 +316,12 @@ async def test_large_bodies_are_unpacked_beside_the_loop(url: str, monkeypatch: 
 
         return noted
 
-    request = raw_post(CHAT, heard(bytes(12 << 20)))
+    request = raw_post(CHAT, heard(bytes(900 << 10)))
     monkeypatch.setattr(endpoint, "_check_values", noting("json", endpoint._check_values))
     monkeypatch.setattr(base64, "b64decode", noting("base64", base64.b64decode))
     reader, writer = await raw_request(url, request.replace(b"Host: x", b"Host: x\r\nConnection: close", 1))
     answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    assert answer.startswith(b"HTTP/1.1 413 ") and b'"code":"audio_too_large"' in answer
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_audio"' in answer
     writer.close()
     assert where.keys() == {"json", "base64"}
     assert threading.get_ident() not in where.values()
