@@ -1,11 +1,11 @@
 """Random checkpoints of the omni families, a few MB each, with a real tokenizer and processor: for tests and newcomers.
 
-`python tools/make_tiny_models.py FOLDER [qwen3_omni|qwen2_5_omni]...` writes FOLDER/<family>_tiny, deterministic from
+`python tools/make_tiny_models.py FOLDER [qwen3_omni|qwen2_5_omni|all]` writes FOLDER/<family>_tiny, deterministic from
 a seed. What they say means nothing; that they are loaded, split, batched and streamed right can be checked with them.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from omni_worker.torchvision_shim import declare_ops
 declare_ops()
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
 from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
@@ -27,6 +28,8 @@ from transformers import (  # noqa: E402
     Qwen3OmniMoeProcessor,
     WhisperFeatureExtractor,
 )
+
+Settings = dict[str, Any]
 
 #: Of the thinker; the tokenizer has a few less.
 VOCABULARY = 352
@@ -62,6 +65,19 @@ MARKS = {
     "qwen3_omni": ("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
     "qwen2_5_omni": ("<tts_pad>", "<tts_bos>", "<tts_eos>"),
 }
+#: Standard deviations of matrices, by a part of their names; `OTHERS` of all else. Chosen so that answers are not one
+#: token over and over, hang on all of the prompt, and that sound neither clips nor ignores codes, voice or noise.
+DECODERS = {"thinker.model.": 0.3, "thinker.lm_head": 0.3, "talker.": 0.3}
+DEVIATIONS = {
+    "qwen3_omni": DECODERS | {"audio_tower.conv2d": 0.4, "audio_tower.conv_out": 0.2},
+    "qwen2_5_omni": DECODERS
+    | {"audio_tower.conv": 0.5, "audio_tower.": 0.2, "thinker.visual.": 0.15}
+    # Vocoders grow with the square of their input: wider, they leave what floats resolve, and clip.
+    | {"code2wav_bigvgan": 0.12, "codec_embed": 1.0},
+}
+OTHERS = 0.08
+#: Of the norms of queries and keys: at 1 attention is nearly even, and the answer hangs on the last token alone.
+QUERY_KEY_SCALE = 2.0
 SPEAKERS = {"qwen3_omni": ("ethan", "chelsie", "aiden"), "qwen2_5_omni": ("Chelsie", "Ethan")}
 
 
@@ -124,30 +140,32 @@ def qwen3_omni(folder: Path, seed: int) -> None:
     token: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     names = NAMES["qwen3_omni"]
     hidden, codebook, groups = 64, 64, 4
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    mrope = rope | {"mrope_section": [6, 5, 5], "interleaved": True, "mrope_interleaved": True}
-    decoder = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    text = decoder | experts | {"vocab_size": VOCABULARY, "intermediate_size": 128, "num_hidden_layers": 3}
+    rope: Settings = {"rope_type": "default", "rope_theta": 1e6}
+    mrope: Settings = rope | {"mrope_section": [6, 5, 5], "interleaved": True, "mrope_interleaved": True}
+    decoder: Settings = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    experts: Settings = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    text: Settings = decoder | experts | {"vocab_size": VOCABULARY, "intermediate_size": 128, "num_hidden_layers": 3}
     text |= {"max_position_embeddings": 4096, "rope_parameters": mrope, "norm_topk_prob": True}
     text |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>"), "tie_word_embeddings": False}
-    audio = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    audio: Settings = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
     audio |= {"d_model": 64, "n_window": 50, "n_window_infer": 800, "output_dim": hidden, "conv_chunksize": 500}
     audio |= {"downsample_hidden_size": 16}
-    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 16}
+    vision: Settings = {"depth": 3, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 16}
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden, "image_size": 128}
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "apply_vit_abs_pos_embed": True}
-    ids = {f"{kind}_token_id": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
+    ids: Settings = {f"{kind}_token_id": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
     ids |= {f"audio_{end}_token_id": token(f"<|audio_{end}|>") for end in ("start", "end")}
     ids |= {f"vision_{end}_token_id": token(f"<|vision_{end}|>") for end in ("start", "end")}
     # The library forbids the last 1024 ids of a talker's vocabulary, the specials, but for the end.
     specials = ("pad", "bos", "eos", "nothink", "think_bos", "think_eos")
-    marks = {f"codec_{name}_id": codebook + at for at, name in enumerate(specials) if name != "eos"}
-    predictor = decoder | {"vocab_size": codebook, "intermediate_size": 96, "num_hidden_layers": 2}
+    marks: Settings = {f"codec_{name}_id": codebook + at for at, name in enumerate(specials) if name != "eos"}
+    predictor: Settings = decoder | {"vocab_size": codebook, "intermediate_size": 96, "num_hidden_layers": 2}
     predictor |= {"num_code_groups": groups, "rope_parameters": rope, "max_position_embeddings": 512}
-    talking = decoder | experts | {"vocab_size": 1024 + codebook, "intermediate_size": 96, "num_hidden_layers": 2}
+    talking: Settings = (
+        decoder | experts | {"vocab_size": 1024 + codebook, "intermediate_size": 96, "num_hidden_layers": 2}
+    )
     talking |= {"shared_expert_intermediate_size": 32, "rope_parameters": mrope, "max_position_embeddings": 4096}
-    wave = {"codebook_size": codebook, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    wave: Settings = {"codebook_size": codebook, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     wave |= {"sliding_window": 72, "intermediate_size": 96, "num_hidden_layers": 2, "num_quantizers": groups}
     wave |= {"rope_parameters": rope | {"rope_theta": 1e4}, "upsample_rates": [8, 5, 4, 3], "decoder_dim": 64}
     wave |= {"upsampling_ratios": [2, 2], "max_position_embeddings": 8000}
@@ -182,8 +200,7 @@ def qwen3_omni(folder: Path, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model = Qwen3OmniMoeForConditionalGeneration(config).eval()
-    # The decoder's activations grow with the square of their input: larger weights end beyond what floats resolve.
-    fill(model, ("thinker.model.", "thinker.lm_head", "talker."), 0.3)
+    fill(model, DEVIATIONS["qwen3_omni"])
     model.save_pretrained(folder)
     save_processor("qwen3_omni", tokenizer, folder)
 
@@ -194,30 +211,45 @@ def qwen2_5_omni(folder: Path, seed: int) -> None:
     token: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     names = NAMES["qwen2_5_omni"]
     hidden, codes = 64, 64 + 8
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
-    decoder = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    rope: Settings = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    decoder: Settings = {
+        "hidden_size": hidden,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+    }
     decoder |= {"max_position_embeddings": 4096, "rope_parameters": rope}
-    ids = {f"{kind}_token_index": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
+    ids: Settings = {f"{kind}_token_index": token(names[f"{kind}_token"]) for kind in ("audio", "image", "video")}
     ids |= {"audio_start_token_id": token("<|audio_bos|>"), "audio_end_token_id": token("<|audio_eos|>")}
     ids |= {"vision_start_token_id": token("<|vision_bos|>"), "vision_end_token_id": token("<|vision_eos|>")}
-    ends = {"bos_token_id": None, "eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
-    text = decoder | ends | {"vocab_size": VOCABULARY, "intermediate_size": 128, "tie_word_embeddings": False}
-    audio = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+    ends: Settings = {"bos_token_id": None, "eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
+    text: Settings = decoder | ends | {"vocab_size": VOCABULARY, "intermediate_size": 128, "tie_word_embeddings": False}
+    audio: Settings = {"num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
     audio |= {"d_model": 32, "n_window": 100, "output_dim": hidden}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
+    vision: Settings = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "out_hidden_size": hidden}
     vision |= {"fullatt_block_indexes": [1]}
-    thinker = {"text_config": text, "audio_config": audio, "vision_config": vision, "user_token_id": token("user")}
-    talker = decoder | {"vocab_size": codes, "embedding_size": hidden, "intermediate_size": 96, "head_dim": 32}
+    thinker: Settings = {
+        "text_config": text,
+        "audio_config": audio,
+        "vision_config": vision,
+        "user_token_id": token("user"),
+    }
+    talker: Settings = decoder | {
+        "vocab_size": codes,
+        "embedding_size": hidden,
+        "intermediate_size": 96,
+        "head_dim": 32,
+    }
     talker |= {"tts_text_start_token_id": token("<tts_bos>"), "tts_text_end_token_id": token("<tts_eos>")}
     talker |= {"tts_text_pad_token_id": token("<tts_pad>"), "tts_codec_pad_token_id": 64}
     talker |= {"tts_codec_start_token_id": 65, "tts_codec_end_token_id": 66, "tts_codec_mask_token_id": 68}
-    dit = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32, "ff_mult": 2}
+    dit: Settings = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32, "ff_mult": 2}
     dit |= {"emb_dim": 32, "block_size": 24, "look_ahead_layers": [1], "look_backward_layers": [0, 2], "repeats": 2}
     dit |= {"num_embeds": codes, "mel_dim": 80, "enc_emb_dim": 24, "enc_dim": 16, "enc_channels": [32] * 4 + [96]}
     dit |= {"enc_kernel_sizes": [5, 3, 3, 3, 1], "enc_dilations": [1, 2, 3, 4, 1], "enc_attention_channels": 16}
     dit |= {"enc_res2net_scale": 2, "enc_se_channels": 16}
-    vocoder = {"mel_dim": 80, "upsample_initial_channel": 64, "resblock_kernel_sizes": [3]}
+    vocoder: Settings = {"mel_dim": 80, "upsample_initial_channel": 64, "resblock_kernel_sizes": [3]}
     vocoder |= {"resblock_dilation_sizes": [[1, 3, 5]], "upsample_rates": [5, 3, 2, 2, 2, 2]}
     vocoder |= {"upsample_kernel_sizes": [11, 7, 4, 4, 4, 4]}
     config = Qwen2_5OmniConfig(
@@ -228,7 +260,10 @@ def qwen2_5_omni(folder: Path, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model = Qwen2_5OmniForConditionalGeneration(config).eval()
-    fill(model, ("thinker.model.", "thinker.lm_head", "talker.", "token2wav.code2wav_bigvgan"), 0.3)
+    fill(model, DEVIATIONS["qwen2_5_omni"])
+    with torch.no_grad():
+        # Two of so few codes end the speech: at their full size most of it would be over within a chunk.
+        model.talker.codec_head.weight[[64, 66]] *= 0.9
     model.save_pretrained(folder)
     save_processor("qwen2_5_omni", tokenizer, folder)
     chance = torch.Generator().manual_seed(seed)
@@ -243,12 +278,21 @@ def qwen2_5_omni(folder: Path, seed: int) -> None:
     torch.save(speakers, folder / "spk_dict.pt")
 
 
-def fill(model: torch.nn.Module, wide: Sequence[str], deviation: float) -> None:
-    """Weights from a normal distribution: wide enough in the decoders that answers are not one token over and over."""
+def fill(model: torch.nn.Module, deviations: Mapping[str, float]) -> None:
+    """Weights from normal distributions; vectors differ from their neutral 0 and 1, so that one left out is noticed."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
-                parameter.normal_(0.0, deviation if name.startswith(tuple(wide)) else 0.08)
+                parameter.normal_(0.0, next((wide for part, wide in deviations.items() if part in name), OTHERS))
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.05)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if name.endswith("audio_tower.conv1.weight"):
+                # The spectrum's level, which all sounds share, would drown what differs.
+                parameter.sub_(parameter.mean((1, 2), keepdim=True))
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(QUERY_KEY_SCALE)
 
 
 MAKERS: dict[str, Callable[[Path, int], None]] = {"qwen3_omni": qwen3_omni, "qwen2_5_omni": qwen2_5_omni}
@@ -265,10 +309,13 @@ def make(family: str, folder: Path, seed: int = 0) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("families", nargs="*", choices=[*MAKERS, []], default=[], metavar="FAMILY")
+    parser.add_argument("family", nargs="?", choices=[*MAKERS, "all"], default="all")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    for family in arguments.families or MAKERS:
+    # Its remarks on configurations are on those of the families as they are.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for family in MAKERS if arguments.family == "all" else [arguments.family]:
         print(make(family, arguments.folder, arguments.seed))
     return 0
 

@@ -95,7 +95,7 @@ def _save(module: torch.nn.Module, folder: Path) -> dict[str, int]:
     sizes = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, path)
+        _write(shard, path)
         sizes[path.name] = path.stat().st_size
     return sizes
 
@@ -106,19 +106,27 @@ def _speakers(model: Any, source: Path, made: Path) -> list[str]:
     if ids:
         return sorted(ids)
     path = source / "spk_dict.pt"
-    if not path.exists():
-        return []
-    voices: dict[str, dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
-    tokens = {name: {"bos_token": int(voice["bos_token"])} for name, voice in voices.items()}
+    try:
+        voices: dict[str, dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
+        tokens = {name: {"bos_token": int(voice["bos_token"])} for name, voice in voices.items()}
+        tensors = {
+            f"{name}.{part}": voice[part].float().contiguous()
+            for name, voice in voices.items()
+            for part in ("cond", "ref_mel")
+        }
+    except Exception as error:
+        # Of whatever kind: torch refuses in its own ways what is more than tensors.
+        raise bad_checkpoint(f"{path} cannot be read as voices: {str(error).splitlines()[0]}") from None
     (made / "speakers.json").write_text(json.dumps(tokens, indent=2) + "\n")
-    tensors = {
-        f"{name}.{part}": voice[part].float().contiguous()
-        for name, voice in voices.items()
-        for part in ("cond", "ref_mel")
-    }
     # Not `*.safetensors` of the stage: these are no weights of the module.
-    save_file(tensors, made / "speakers.safetensors")
+    _write(tensors, made / "speakers.safetensors")
     return sorted(voices)
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    # It makes files that only their owner may read; the workers may be another user's.
+    path.chmod(0o644)
 
 
 def _copy_processor(source: Path, target: Path) -> None:
