@@ -92,6 +92,7 @@ BY_ENGINE: dict[str, type[AnyParams]] = {
     "onnx": Speech,
     "processor": NoParams,
     "transformers": Generation,
+    "vllm": Generation,
     "codec": Voiced,
     "fake": Sampling,
 }

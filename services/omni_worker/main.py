@@ -22,10 +22,11 @@ ENGINES = {
     "processor": ("omni_worker.engines.processor", "Processor"),
     "transformers": ("omni_worker.engines.autoregressive", "Autoregressive"),
     "codec": ("omni_worker.engines.codec", "Codec"),
+    "vllm": ("omni_worker.engines.vllm_engine", "Vllm"),
     "fake": ("omni_worker.engines.fake", "FakeEngine"),
 }
 #: Those that import transformers, before which something must be in order.
-ON_TRANSFORMERS = frozenset({"processor", "transformers", "codec"})
+ON_TRANSFORMERS = frozenset({"processor", "transformers", "codec", "vllm"})
 
 
 def make_engine(kind: str) -> Engine:
