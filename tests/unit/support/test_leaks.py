@@ -119,6 +119,7 @@ async def test_async(ticking):
     await process.wait()
 
 def test_sync():
+    leaks.PATIENCE_S = 30  # On a busy machine `sleep 0.1` takes longer than 0.1 s to start and end.
     threading.Timer(0.1, lambda: None).start()
     subprocess.Popen(["sleep", "0.1"]).wait()
     subprocess.run(["sh", "-c", "sleep 0.1 &"])
