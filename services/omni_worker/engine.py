@@ -6,14 +6,18 @@ nothing can be done it returns at once and `busy` is false until `push`, `add`, 
 threads.
 """
 
+import logging
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from omni_common.errors import OmniError
 from omni_common.frames import Body, Decision
 from omni_common.params import AnyParams
+
+log = logging.getLogger("omni.worker")
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -71,6 +75,14 @@ class Failure:
     code: str = "engine_error"
     status: int = 500
     param: str | None = None
+
+
+def failure(request_id: str, error: BaseException) -> Failure:
+    """An error of one job as its failure."""
+    if isinstance(error, OmniError):
+        return Failure(request_id, error.message, error.code, error.status, error.param)
+    log.exception("request %s failed", request_id, exc_info=error)
+    return Failure(request_id, f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from omni_common.errors import OmniError, invalid
-from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
+from omni_common.errors import invalid
+from omni_worker.engine import Failure, Job, LoadContext, Output, Piece, failure
 from omni_worker.engines.cuda_graphs import CudaGraphs, bucket
-from omni_worker.engines.sequence import Model, Sequence, States
+from omni_worker.engines.sequence import Model, Sequence, States, not_finite
 from omni_worker.engines.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ SHORTEST = 256
 class _Slot:
     number: int
     taken: bool = False
-    #: Keys of the positions that the cache holds.
+    #: Keys of the positions that the cache holds, and of how many the memo is there too.
     held: list[int] = field(default_factory=list)
+    noted: int = 0
     used: int = 0
 
 
@@ -60,6 +61,8 @@ class Autoregressive:
         torch.set_num_threads(context.threads)
         torch.set_grad_enabled(False)
         self._prefill = int(options.get("prefill", 512))
+        if self._prefill < 1:
+            raise ValueError("options.prefill must be at least 1")
         self._prefix_cache = bool(options.get("prefix_cache", True))
         self.hits = 0
         model: Model = importlib.import_module(f"omni_worker.models.{part}").Model()
@@ -117,6 +120,16 @@ class Autoregressive:
             self._leave(sequence)
         self._look()
 
+    def _fail(self, sequence: Sequence, error: BaseException | Failure, failures: list[Failure]) -> None:
+        """This one cannot go on, and what it left in the cache is of no use. Raises where the device is lost: then
+        nobody can."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        name = sequence.job.request_id
+        failures.append(error if isinstance(error, Failure) else failure(name, error))
+        del self._sequences[name]
+        self._leave(sequence, keep=False)
+
     @torch.inference_mode()
     def step(self, blocked: Set[str]) -> list[Output | Failure]:
         failures: list[Failure] = []
@@ -161,7 +174,7 @@ class Autoregressive:
         if shared[best.number]:
             self.hits += 1
             sequence.reuse(shared[best.number])
-        best.held = []
+        best.held, best.noted = [], min(best.noted, shared[best.number])
         return True
 
     def _shared(self, slot: _Slot, sequence: Sequence) -> int:
@@ -169,19 +182,27 @@ class Autoregressive:
         if not self._prefix_cache or not sequence.keys:
             return 0
         most = min(len(slot.held), len(sequence.keys) - 1)
+        if sequence.notes:
+            most = min(most, slot.noted)
         same = next((at for at in range(most) if slot.held[at] != sequence.keys[at]), most)
         return same if same >= MIN_REUSE else 0
 
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            slot = self._slots[sequence.slot]
-            slot.taken, slot.held = False, sequence.keys[: sequence.length]
-            sequence.slot = -1
+    def _leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+        if sequence.slot < 0:
+            return
+        slot = self._slots[sequence.slot]
+        slot.taken, sequence.slot = False, -1
+        if keep:
+            slot.held = sequence.keys[: sequence.length]
+            slot.noted = sequence.length if sequence.notes else slot.noted
+        else:
+            slot.held, slot.noted = [], 0
+            self._cache.clear(slot.number)
 
     # ------------------------------------------------------------------------------------------------------ compute
 
     def _prepare_one(self, able: dict[str, Sequence], failures: list[Failure]) -> None:
-        for name, sequence in able.items():
+        for sequence in able.values():
             if sequence.unprepared:
                 try:
                     sequence.prepare()
@@ -192,35 +213,65 @@ class Autoregressive:
                             code="context_length_exceeded",
                         )
                 except Exception as error:
-                    failures.append(failure(name, error))
-                    self.cancel(name)
+                    self._fail(sequence, error, failures)
                 return
 
     def _prefill_piece(self, sequence: Sequence, failures: list[Failure]) -> None:
         start = sequence.length
         end = min(sequence.fed, (start // self._prefill + 1) * self._prefill)
-        embeds, positions = sequence.take(end - start)
-        self._cache.prefill(sequence.slot, start, end)
-        positions = positions.expand(self._model.shape.axes, -1)[:, None].to(embeds.device)
-        states = self._model.forward(embeds[None], positions, self._cache, sequence.extras(start, end))
-        sequence.length = end
-        sequence.computed(start, embeds, states, 0, self._memo_of(sequence))
-        self._decide([sequence], states.last[:, -1], failures)
+        try:
+            embeds, positions = sequence.take(end - start)
+            self._cache.prefill(sequence.slot, start, end)
+            positions = positions.expand(self._model.shape.axes, -1)[:, None].to(embeds.device)
+            states = self._model.forward(embeds[None], positions, self._cache, sequence.extras(start, end))
+            finite = bool(torch.isfinite(states.last).all())
+        except Exception as error:
+            self._fail(sequence, error, failures)
+            return
+        if self._computed(sequence, embeds, states, 0, finite, failures):
+            self._decide([sequence], states.last[:, -1], failures)
 
     def _decode(self, sequences: list[Sequence], failures: list[Failure]) -> None:
-        """One position each. The batch is a range of slots that holds them all, so that the cache is read in place;
-        slots in between are computed along and write behind what they hold."""
-        by_slot = {sequence.slot: sequence for sequence in sequences}
-        first, stop = min(by_slot), max(by_slot) + 1
+        """One position each. Where that fails, one after another, to find who is to blame."""
+        try:
+            embeds, states, at = self._next_position(sequences)
+            hidden = states.last[at, 0]
+            finite = torch.isfinite(hidden).all(-1).tolist()
+        except Exception as error:
+            if len(sequences) == 1:
+                self._fail(sequences[0], error, failures)
+                return
+            log.warning("a step of %d sequences failed: %s", len(sequences), error)
+            for sequence in sequences:
+                self._decode([sequence], failures)
+            return
+        good = [
+            number
+            for number, sequence in enumerate(sequences)
+            if self._computed(sequence, embeds[number], states, at[number], finite[number], failures)
+        ]
+        if good:
+            kept = hidden if len(good) == len(sequences) else hidden[good]
+            self._decide([sequences[number] for number in good], kept, failures)
+
+    def _next_position(self, sequences: list[Sequence]) -> tuple[list[Tensor], States, list[int]]:
+        """The inputs, [1, hidden] each, and what came of them: for each sequence its row of the states.
+
+        The batch is a range of slots that holds them all, so that the cache is read in place; slots in between are
+        computed along.
+        """
+        slots = [sequence.slot for sequence in sequences]
+        first, stop = min(slots), max(slots) + 1
         if self._graphs:
             first, stop = 0, bucket(stop, 1, len(self._slots))
-        inputs = {slot: sequence.take_one() for slot, sequence in by_slot.items()}
-        filler = next(iter(inputs.values()))
-        taken = [inputs.get(slot, filler) for slot in range(first, stop)]
-        lengths = [self._length(slot, by_slot) for slot in range(first, stop)]
-        embeds = torch.cat([embeds for embeds, _ in taken])[:, None]
+        at = [slot - first for slot in slots]
+        inputs = [sequence.take_one() for sequence in sequences]
+        rows, lengths = [inputs[0]] * (stop - first), [self._cache.context] * (stop - first)
+        for row, taken, sequence in zip(at, inputs, sequences, strict=True):
+            rows[row], lengths[row] = taken, sequence.length
+        embeds = torch.cat([embeds for embeds, _ in rows])[:, None]
         axes = self._model.shape.axes
-        positions = torch.cat([places.expand(axes, -1) for _, places in taken], 1)[..., None]
+        positions = torch.cat([places.expand(axes, -1) for _, places in rows], 1)[..., None]
         if self._graphs:
             longest = max(sequence.length for sequence in sequences)
             shape = stop, bucket(longest + 1, SHORTEST, self._cache.context)
@@ -229,46 +280,51 @@ class Autoregressive:
         else:
             self._cache.decode(first, lengths)
             states = self._model.forward(embeds, positions.to(embeds.device), self._cache, {})
-        for slot, sequence in by_slot.items():
-            sequence.length += 1
-            sequence.computed(sequence.length - 1, inputs[slot][0], states, slot - first, self._memo_of(sequence))
-        at = torch.tensor([sequence.slot - first for sequence in sequences], device=embeds.device)
-        self._decide(sequences, states.last[at, 0], failures)
+        return [embeds for embeds, _ in inputs], states, at
 
     def _fixed_step(self, rows: int, length: int, at: Tensor, embeds: Tensor, positions: Tensor) -> States:
         """One position each of the first `rows` slots, at `at`, reading no further than `length`."""
         self._cache.fixed(rows, length, at)
         return self._model.forward(embeds, positions, self._cache, {})
 
-    def _length(self, slot: int, by_slot: dict[int, Sequence]) -> int:
-        """Where the row of a slot writes: its next position, and for one that only holds a prefix behind that."""
-        if slot in by_slot:
-            return by_slot[slot].length
-        running = next((s for s in self._sequences.values() if s.slot == slot), None)
-        return running.length if running else len(self._slots[slot].held)
+    def _computed(
+        self, sequence: Sequence, embeds: Tensor, states: States, row: int, finite: bool, failures: list[Failure]
+    ) -> bool:
+        """The next positions of a sequence are in the cache; false when it cannot go on from there."""
+        if not finite:
+            self._fail(sequence, not_finite(sequence), failures)
+            return False
+        start = sequence.length
+        sequence.length = start + len(embeds)
+        try:
+            sequence.computed(start, embeds, states, row, self._memo_of(sequence))
+        except Exception as error:
+            self._fail(sequence, error, failures)
+            return False
+        return True
 
     def _memo_of(self, sequence: Sequence) -> Tensor | None:
         return self._memo[sequence.slot] if self._memo is not None else None
 
     def _decide(self, sequences: list[Sequence], hidden: Tensor, failures: list[Failure]) -> None:
-        """`hidden` [sequences, width] of their last positions."""
+        """`hidden` [sequences, width] of their last positions. Where the model fails, one after another."""
         due = [row for row, sequence in enumerate(sequences) if not sequence.ready and sequence.deciding]
         if not due:
             return
         chosen = [sequences[row] for row in due]
-        bad = (~torch.isfinite(hidden[due]).all(-1)).tolist()
-        for row, sequence in enumerate(chosen):
-            if bad[row]:
-                name = sequence.job.request_id
-                failures.append(Failure(name, "the model's hidden states are not finite", "numerical_error"))
-                self.cancel(name)
-        good = [row for row, wrong in enumerate(bad) if not wrong]
-        if not good:
+        kept = hidden if len(due) == len(sequences) else hidden[due]
+        try:
+            failed = self._model.decide(chosen, kept)
+        except Exception as error:
+            if len(chosen) == 1:
+                self._fail(chosen[0], error, failures)
+                return
+            log.warning("a decision of %d sequences failed: %s", len(chosen), error)
+            for row, sequence in enumerate(chosen):
+                self._decide([sequence], kept[row : row + 1], failures)
             return
-        kept = hidden[due] if len(good) == len(due) else hidden[due][good]
-        for failed in self._model.decide([chosen[row] for row in good], kept):
-            failures.append(failed)
-            self.cancel(failed.request_id)
+        for one in failed:
+            self._fail(self._sequences[one.request_id], one, failures)
 
     def _collect(self, sequence: Sequence) -> list[Output]:
         outputs = list(sequence.outputs)
@@ -282,12 +338,8 @@ class Autoregressive:
         return outputs
 
     def _look(self) -> None:
-        self.busy = any(s.unprepared or s.ready > 0 or s.outputs for s in self._sequences.values())
-
-
-def failure(request_id: str, error: BaseException) -> Failure:
-    """An error of one job as its failure."""
-    if isinstance(error, OmniError):
-        return Failure(request_id, error.message, error.code, error.status, error.param)
-    log.exception("request %s failed", request_id, exc_info=error)
-    return Failure(request_id, f"{type(error).__name__}: {error}")
+        free = any(not slot.taken for slot in self._slots)
+        self.busy = any(
+            sequence.unprepared or sequence.outputs or (sequence.ready > 0 and (free or sequence.slot >= 0))
+            for sequence in self._sequences.values()
+        )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from omni_common.frames import Audio, Codes
-from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
+from omni_worker.engine import Failure, Job, LoadContext, Output, Piece, failure
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +109,15 @@ class Codec:
         able = [d for name, d in self._jobs.items() if name not in blocked and self._able(d)][: self._batch]
         chunks = [(decoding, self._model.due(decoding)) for decoding in able]
         due = [(decoding, end) for decoding, end in chunks if end > decoding.decoded]
-        made = dict(zip((d.job.request_id for d, _ in due), self._decode(due), strict=True))
         results: list[Output | Failure] = []
+        made = self._decode(due, results)
+        failed = {result.request_id for result in results}
         for decoding, end in chunks:
             name = decoding.job.request_id
             samples = made.get(name, np.zeros(0, np.float32))
             del self._jobs[name]
+            if name in failed:
+                continue
             if not np.isfinite(samples).all():
                 results.append(Failure(name, "the decoder's samples are not finite", "numerical_error"))
                 continue
@@ -133,8 +136,25 @@ class Codec:
         self._jobs.clear()
         self.busy = False
 
-    def _decode(self, due: list[tuple[Decoding, int]]) -> list[Samples]:
-        return self._model.decode(due) if due else []
+    def _decode(self, due: list[tuple[Decoding, int]], results: list[Output | Failure]) -> dict[str, Samples]:
+        """Samples by request. Where that fails, one after another, to find who is to blame."""
+        if not due:
+            return {}
+        names = [decoding.job.request_id for decoding, _ in due]
+        try:
+            return dict(zip(names, self._model.decode(due), strict=True))
+        except Exception as error:
+            if torch.cuda.is_initialized():
+                # Raises where the device is lost: then nobody can go on.
+                torch.cuda.synchronize()
+            if len(due) == 1:
+                results.append(failure(names[0], error))
+                return {}
+            log.warning("a step of %d chunks failed: %s", len(due), error)
+        made: dict[str, Samples] = {}
+        for chunk in due:
+            made |= self._decode([chunk], results)
+        return made
 
     def _able(self, decoding: Decoding) -> bool:
         """A chunk is complete, or only the end has to be said."""

@@ -5,14 +5,10 @@ it computes: it keeps the turn, skips jobs whose consumers have no room, and tur
 """
 
 import importlib
-import logging
 from collections.abc import Set
 from typing import Protocol
 
-from omni_common.errors import OmniError
-from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
-
-log = logging.getLogger(__name__)
+from omni_worker.engine import Failure, Job, LoadContext, Output, Piece, failure
 
 
 class Task(Protocol):
@@ -102,8 +98,5 @@ def _advance(request_id: str, task: Task) -> Output | Failure | None:
     """One grain; an error is that job's failure, whatever its kind."""
     try:
         return task.advance()
-    except OmniError as error:
-        return Failure(request_id, error.message, error.code, error.status, error.param)
     except Exception as error:
-        log.exception("request %s failed", request_id)
-        return Failure(request_id, f"{type(error).__name__}: {error}")
+        return failure(request_id, error)

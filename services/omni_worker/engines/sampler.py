@@ -43,7 +43,10 @@ def uniform(seed: int, stage: str, index: int, draws: int = 1) -> np.ndarray[tup
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], stage: str, suppress: Tensor | None = None) -> Tensor:
-    """One id a row of `logits` [rows, vocabulary]: int64 [rows]. `suppress`: ids that no row may have."""
+    """One id a row of `logits` [rows, vocabulary]: int64 [rows]; -1 where the largest is not finite.
+
+    `suppress`: ids that no row may have.
+    """
     scores = logits.float()
     if suppress is not None:
         scores = scores.index_fill(1, suppress, -torch.inf)
@@ -52,10 +55,11 @@ def sample(logits: Tensor, draws: Sequence[Draw], stage: str, suppress: Tensor |
         scores = scores.clone()
         for row in changed:
             _penalise(scores[row], draws[row])
+    largest, best = scores.max(-1)
     if all(draw.params.temperature == 0 for draw in draws):
-        return scores.argmax(-1)
+        return torch.where(largest.isfinite(), best, -1)
     numbers = [float(uniform(d.seed, stage, d.index)[0]) if d.params.temperature > 0 else 0.0 for d in draws]
-    return choose(
+    chosen = choose(
         scores,
         *(
             torch.tensor(values, dtype=torch.float32, device=scores.device)
@@ -68,6 +72,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], stage: str, suppress: Tensor |
             )
         ),
     )
+    return torch.where(largest.isfinite(), chosen, -1)
 
 
 def choose(scores: Tensor, number: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -90,7 +95,8 @@ def choose(scores: Tensor, number: Tensor, temperature: Tensor, top_k: Tensor, t
     reached = chances.double().cumsum(-1)
     at = torch.searchsorted(reached, number.double()[:, None] * reached[:, -1:], right=True)
     last = (chances > 0).sum(-1, keepdim=True) - 1
-    at = torch.where(greedy[:, None], 0, torch.minimum(at, last))
+    # Never outside, not even for what is no number: on a GPU that would be the end of the process.
+    at = torch.where(greedy[:, None], 0, torch.minimum(at, last)).clamp_min(0)
     chosen: Tensor = ids.gather(1, at)[:, 0]
     return chosen
 
@@ -112,5 +118,7 @@ def _penalise(scores: Tensor, draw: Draw) -> None:
         ids, counts = np.unique(np.array(draw.written), return_counts=True)
         lowered = torch.from_numpy(counts * params.frequency_penalty + params.presence_penalty)
         scores[torch.from_numpy(ids).to(scores.device)] -= lowered.to(scores)
-    if draw.forbidden:
-        scores[list(draw.forbidden)] = -torch.inf
+    # Clients may name ids that there are not.
+    forbidden = [token for token in draw.forbidden if token < len(scores)]
+    if forbidden:
+        scores[forbidden] = -torch.inf

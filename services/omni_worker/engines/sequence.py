@@ -56,6 +56,8 @@ class Sequence:
         self.ended: set[str] = set()
         #: One number a position, equal for equal input: what a held prefix is compared by. Empty: nothing is shared.
         self.keys: list[int] = []
+        #: Whether `computed` writes the memo; only then may a prefix be taken over by one that reads it.
+        self.notes = False
 
     def feed(self, embeds: Tensor, positions: Tensor | int) -> None:
         """The next inputs: `embeds` [n, hidden], `positions` [axes, n] int64, or a number that all axes share."""
@@ -72,28 +74,32 @@ class Sequence:
         return self.fed - self.length
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs of the next `count` positions: embeds [count, hidden], positions [axes or 1, count]."""
-        embeds, positions, at = [], [], self.length
-        while count:
-            start, block, places = self._inputs[0]
-            low = at - start
-            if low >= len(block):
-                self._inputs.popleft()
-                continue
-            high = min(low + count, len(block))
+        """Inputs of the next `count` positions: embeds [count, hidden], positions [axes or 1, count].
+
+        They are given up when `length` has passed them: what failed can be taken again.
+        """
+        self._give_up()
+        embeds, positions, end = [], [], self.length + count
+        for start, block, places in self._inputs:
+            low, high = max(self.length - start, 0), min(end - start, len(block))
             embeds.append(block[low:high])
             positions.append(torch.tensor([[places]]) if isinstance(places, int) else places[:, low:high].cpu())
-            at, count = at + high - low, count - (high - low)
+            if start + high == end:
+                break
         axes = max(len(part) for part in positions)
         return torch.cat(embeds), torch.cat([part.expand(axes, -1) for part in positions], 1)
 
     def take_one(self) -> tuple[Tensor, Tensor]:
         """As `take(1)`, and quick in the usual case: what was fed last, alone."""
+        self._give_up()
         start, block, places = self._inputs[0]
         if start == self.length and isinstance(places, int):
-            self._inputs.popleft()
             return block, torch.tensor([[places]])
         return self.take(1)
+
+    def _give_up(self) -> None:
+        while self._inputs[0][0] + len(self._inputs[0][1]) <= self.length:
+            self._inputs.popleft()
 
     # -------------------------------------------------------------------------------------- what subclasses define
 
@@ -145,5 +151,13 @@ class Model(Protocol):
         ...
 
     def decide(self, sequences: list[Any], hidden: Tensor) -> list[Failure]:
-        """Choose what comes next for each; `hidden` [rows, width] is of their last positions. Feeds and outputs."""
+        """Choose what comes next for each; `hidden` [rows, width] is of their last positions. Feeds and outputs.
+
+        When it raises, the sequences that it had not come to are as before, and asked for again, each alone.
+        """
         ...
+
+
+def not_finite(sequence: Sequence) -> Failure:
+    """What to say of a sequence whose states or scores are no numbers."""
+    return Failure(sequence.job.request_id, "the model's numbers are not finite", "numerical_error")

@@ -19,8 +19,11 @@ ATTENTION = "omni_slots"
 class SlotCache:
     """Keys and values of `slots` sequences of up to `context` positions.
 
-    Memory: 2 x layers x slots x (context + 1) x heads x head_dim elements, taken at once. The position after the last
-    is where rows of a decode batch write that take no part in it but have no room left.
+    Memory: 2 x layers x slots x (context + 1) x heads x head_dim elements, taken at once. The position after the last,
+    `context`, is where rows of a decode batch write that take no part in it; nobody reads it.
+
+    Attention reads positions behind a row's own and weighs them with 0, so all that is held must be finite: what is not
+    is to be cleared.
     """
 
     def __init__(
@@ -48,6 +51,10 @@ class SlotCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
+    def clear(self, row: int) -> None:
+        for tensor in (*self._keys, *self._values):
+            tensor[row].zero_()
+
     def prefill(self, row: int, start: int, end: int) -> None:
         """The next forward is of one sequence, [1, end - start]: positions [start, end) of `row`."""
         self._rows, self._length = slice(row, row + 1), end
@@ -58,9 +65,13 @@ class SlotCache:
             self.mask = (reach <= torch.arange(start, end, device=self._device)[:, None])[None, None]
 
     def decode(self, first: int, lengths: list[int]) -> None:
-        """The next forward is one position each of the rows from `first` on, which hold `lengths` positions now."""
+        """The next forward is one position each of the rows from `first` on, which hold `lengths` positions now.
+
+        A length of `context`: the row takes no part, and what comes of it means nothing.
+        """
         count = len(lengths)
-        self._rows, self._length = slice(first, first + count), max(lengths) + 1
+        longest = max(length for length in lengths if length < self.context)
+        self._rows, self._length = slice(first, first + count), longest + 1
         at = torch.tensor(lengths, device=self._device)
         self._at = (torch.arange(first, first + count, device=self._device), slice(None), at)
         self.mask = None
@@ -70,7 +81,8 @@ class SlotCache:
     def fixed(self, rows: int, length: int, at: Tensor) -> None:
         """As `decode` of the first `rows` rows, with shapes that do not depend on what they hold: a graph's.
 
-        `at` int64 [rows], on the device, is read when the forward runs. All is read up to `length` and masked.
+        `at` int64 [rows], on the device, is read when the forward runs; `context` as in `decode`. All is read up to
+        `length` and masked.
         """
         self._rows, self._length = slice(0, rows), length
         self._at = (torch.arange(rows, device=self._device), slice(None), at)

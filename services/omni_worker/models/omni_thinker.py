@@ -22,7 +22,7 @@ from omni_common.frames import CLIENT, Features, Text
 from omni_common.params import Generation
 from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.sampler import Draw, sample
-from omni_worker.engines.sequence import Sequence, Shape, States
+from omni_worker.engines.sequence import Sequence, Shape, States, not_finite
 from omni_worker.engines.slot_cache import SlotCache
 from omni_worker.engines.token_text import TokenText
 from omni_worker.engines.torch_arrays import to_numpy, to_torch
@@ -156,10 +156,14 @@ class Thinker(ABC):
 
     def decide(self, answers: list["Answer"], hidden: Tensor) -> list[Failure]:
         tokens = sample(self.module.lm_head(hidden), [answer.draw() for answer in answers], "thinker")
-        embeds = self.module.get_input_embeddings()(tokens)
+        embeds = self.module.get_input_embeddings()(tokens.clamp_min(0))
+        failures = []
         for row, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
-            answer.append(token, embeds[row : row + 1])
-        return []
+            if token < 0:
+                failures.append(not_finite(answer))
+            else:
+                answer.append(token, embeds[row : row + 1])
+        return failures
 
 
 class Answer(Sequence):
@@ -180,6 +184,7 @@ class Answer(Sequence):
         self._bodies: list[Text] = []
         self._text = TokenText(model.detokenize, job.params.stop)
         self._talkers = tuple(sink for sink in job.sinks if sink != CLIENT)
+        self.notes = bool(self._talkers)
         #: Tokens that the talkers have got, and what is kept of each position for them.
         self._told = 0
         self._memo: Tensor | None = None

@@ -18,7 +18,7 @@ from transformers import AutoConfig, Qwen2_5OmniTalkerForConditionalGeneration
 
 from omni_worker.engine import Failure, Job, LoadContext
 from omni_worker.engines.sampler import Draw, sample
-from omni_worker.engines.sequence import Shape, States
+from omni_worker.engines.sequence import Shape, States, not_finite
 from omni_worker.engines.slot_cache import ATTENTION, SlotCache
 from omni_worker.models import omni_talker
 from omni_worker.models.omni_talker import Opening, Talker
@@ -58,10 +58,14 @@ class Model(Talker):
 
     def decide(self, speeches: list["Speech"], hidden: Tensor) -> list[Failure]:
         codes = sample(self.module.codec_head(hidden), [s.draw() for s in speeches], "talker", self.suppressed)
-        embeds = self.module.get_input_embeddings()(codes)
+        embeds = self.module.get_input_embeddings()(codes.clamp_min(0))
+        failures = []
         for row, (speech, code) in enumerate(zip(speeches, codes.tolist(), strict=True)):
-            speech.say(code, embeds[row : row + 1])
-        return []
+            if code < 0:
+                failures.append(not_finite(speech))
+            else:
+                speech.say(code, embeds[row : row + 1])
+        return failures
 
 
 class Speech(omni_talker.Speech):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen2_5OmniToken2WavModel
 
-from omni_common.errors import invalid
+from omni_common.errors import OmniError, invalid
 from omni_common.params import Voiced
 from omni_worker.engine import Job, LoadContext
 from omni_worker.engines.codec import Decoding, Samples
@@ -32,6 +32,7 @@ class Model:
         build = partial(Qwen2_5OmniToken2WavModel, config)
         random = options.get("weights") == "random"
         self._module: Any = load_stage(folder, "code2wav", build, torch.float32, self._device, random=random)
+        self._codes: int = config.dit_config.num_embeds + 1
         tensors = load_file(folder / "speakers.safetensors", device=str(self._device))
         names = sorted({name.rpartition(".")[0] for name in tensors})
         self._voices = {name.lower(): (tensors[f"{name}.cond"], tensors[f"{name}.ref_mel"]) for name in names}
@@ -55,7 +56,11 @@ class Model:
         assert isinstance(params, Voiced)
         voice = params.voice.lower() or next(iter(self._voices))
         conditioning, mel = self._voices[voice]
-        codes = torch.tensor([[frame[0] for frame in decoding.frames]], device=self._device)
+        frames = [frame[0] for frame in decoding.frames]
+        if max(frames) >= self._codes:
+            # The talker has more ids than these; on a GPU to look one up would be the end of the process.
+            raise OmniError(f"the talker's code {max(frames)} is none of sound's {self._codes}", code="invalid_code")
+        codes = torch.tensor([frames], device=self._device)
         cuda = [self._device] if self._device.type == "cuda" else []
         # The library draws from the global state, which only this thread uses.
         with torch.random.fork_rng(devices=cuda):

@@ -20,7 +20,7 @@ from transformers import AutoConfig, Qwen3OmniMoeTalkerForConditionalGeneration
 from omni_common.errors import OmniError
 from omni_worker.engine import Failure, Job, LoadContext
 from omni_worker.engines.sampler import sample, uniform
-from omni_worker.engines.sequence import Shape
+from omni_worker.engines.sequence import Shape, not_finite
 from omni_worker.engines.slot_cache import ATTENTION
 from omni_worker.models import omni_talker
 from omni_worker.models.omni_talker import Opening, Talker
@@ -65,20 +65,30 @@ class Model(Talker):
     def decide(self, speeches: list["Speech"], hidden: Tensor) -> list[Failure]:
         firsts = sample(self.module.codec_head(hidden), [s.draw() for s in speeches], "talker", self.suppressed)
         drawn: list[int] = firsts.tolist()
-        going = [row for row, speech in enumerate(speeches) if speech.begin_frame(drawn[row])]
+        failures = [not_finite(speech) for speech, first in zip(speeches, drawn, strict=True) if first < 0]
+        going = [row for row, speech in enumerate(speeches) if drawn[row] >= 0 and speech.begin_frame(drawn[row])]
         if not going:
-            return []
-        at = torch.tensor(going, device=self.device)
-        numbers = np.stack([speeches[row].numbers(self.predictor.groups - 1) for row in going])
-        codes, embeds = self.predictor.complete(
-            hidden[at],
-            firsts[at],
-            torch.from_numpy(numbers).to(self.device, torch.float32),
-            torch.tensor([speeches[row].params.temperature == 0 for row in going], device=self.device),
-        )
+            return failures
+        try:
+            codes, embeds = self._complete([speeches[row] for row in going], hidden[going], firsts[going])
+        except Exception:
+            # As if they had not been asked: the engine asks again, one by one.
+            for row in going:
+                speeches[row].drawn.pop()
+            raise
         for at_row, (row, frame) in enumerate(zip(going, codes.tolist(), strict=True)):
             speeches[row].end_frame(frame, embeds[at_row : at_row + 1])
-        return []
+        return failures
+
+    def _complete(self, speeches: list["Speech"], hidden: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Predictor.complete`, with each speech's own numbers."""
+        numbers = np.stack([speech.numbers(self.predictor.groups - 1) for speech in speeches])
+        return self.predictor.complete(
+            hidden,
+            firsts,
+            torch.from_numpy(numbers).to(self.device, torch.float32),
+            torch.tensor([speech.params.temperature == 0 for speech in speeches], device=self.device),
+        )
 
 
 class Speech(omni_talker.Speech):
