@@ -135,6 +135,8 @@ class Autoregressive:
         failures: list[Failure] = []
         able = {name: sequence for name, sequence in self._sequences.items() if name not in blocked}
         self._prepare_one(able, failures)
+        # Without the one that has just failed.
+        able = {name: sequence for name, sequence in able.items() if name in self._sequences}
         placed = [sequence for sequence in able.values() if sequence.ready > 0 and self._place(sequence)]
         prompt = next((sequence for sequence in placed if sequence.ready > 1), None)
         if prompt is not None:
@@ -196,7 +198,6 @@ class Autoregressive:
             slot.held = sequence.keys[: sequence.length]
             slot.noted = sequence.length if sequence.notes else slot.noted
         else:
-            slot.held, slot.noted = [], 0
             self._cache.clear(slot.number)
 
     # ------------------------------------------------------------------------------------------------------ compute

@@ -76,10 +76,11 @@ def sample(logits: Tensor, draws: Sequence[Draw], stage: str, suppress: Tensor |
 
 
 def choose(scores: Tensor, number: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The ids at `number` of what top-k, top-p and min-p leave of each distribution, likeliest first: int64 [rows].
+    """The ids at `number` of what top-k, top-p and min-p leave of each distribution, in the order of ids: int64 [rows].
 
     `scores` [rows, vocabulary] float32, the others [rows] float32. Works without a word to the host, so a graph can
-    hold it. Of equal scores the smaller id stands first.
+    hold it. Of equal scores the smaller id stands first where they are ranked. They are not drawn by rank: which of two
+    nearly equal ones is the likelier hangs on the batch, by rounding, and would decide whenever either is drawn.
     """
     greedy = temperature == 0
     scaled = scores / torch.where(greedy, 1.0, temperature)[:, None]
@@ -92,12 +93,12 @@ def choose(scores: Tensor, number: Tensor, temperature: Tensor, top_k: Tensor, t
     over = (chances.cumsum(-1) - chances >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0)
     chances = sorted_scores.masked_fill(over, -torch.inf).softmax(-1)
     chances = chances.masked_fill(chances < min_p[:, None] * chances[:, :1], 0.0)
-    reached = chances.double().cumsum(-1)
-    at = torch.searchsorted(reached, number.double()[:, None] * reached[:, -1:], right=True)
-    last = (chances > 0).sum(-1, keepdim=True) - 1
+    reached = torch.zeros_like(chances).scatter(1, ids, chances).double().cumsum(-1)
+    # Float32 may have rounded it up to 1.
+    below = number.double().clamp_max(1 - 2**-24)[:, None] * reached[:, -1:]
     # Never outside, not even for what is no number: on a GPU that would be the end of the process.
-    at = torch.where(greedy[:, None], 0, torch.minimum(at, last)).clamp_min(0)
-    chosen: Tensor = ids.gather(1, at)[:, 0]
+    at = torch.searchsorted(reached, below, right=True).clamp_max(scores.shape[1] - 1)
+    chosen: Tensor = torch.where(greedy[:, None], ids[:, :1], at)[:, 0]
     return chosen
 
 

@@ -92,8 +92,8 @@ class Sequence:
     def take_one(self) -> tuple[Tensor, Tensor]:
         """As `take(1)`, and quick in the usual case: what was fed last, alone."""
         self._give_up()
-        start, block, places = self._inputs[0]
-        if start == self.length and isinstance(places, int):
+        _, block, places = self._inputs[0]
+        if isinstance(places, int):
             return block, torch.tensor([[places]])
         return self.take(1)
 
