@@ -103,7 +103,9 @@ def rot(path: Path, at: bytes) -> None:
     path.write_bytes(data[:where] + bytes([data[where] ^ 1]) + data[where + 1 :])
 
 
-@pytest.mark.parametrize("how", ["empty", "short", "text", "json", "fields", "sound", "no_sound", "other_name", "folder"])
+@pytest.mark.parametrize(
+    "how", ["empty", "short", "text", "json", "fields", "sound", "no_sound", "other_name", "folder"]
+)
 def test_what_is_no_whole_voice_is_skipped_with_a_line(
     store: VoiceStore, folder: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
