@@ -49,11 +49,15 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
         await link.close()
 
 
-def default_voices() -> Path:
-    """`$XDG_DATA_HOME/omnibus/voices`, else `~/.local/share/omnibus/voices`."""
+def default_voices() -> Path | None:
+    """`$XDG_DATA_HOME/omnibus/voices`, else `~/.local/share/omnibus/voices`; `None` for a user without a home."""
     given = Path(os.environ.get("XDG_DATA_HOME", ""))
-    # The specification has a relative one ignored.
-    return (given if given.is_absolute() else Path.home() / ".local" / "share") / "omnibus" / "voices"
+    try:
+        # The specification has a relative one ignored.
+        data = given if given.is_absolute() else Path.home() / ".local" / "share"
+    except RuntimeError:
+        return None
+    return data / "omnibus" / "voices"
 
 
 async def _listen(runner: web.AppRunner, arguments: argparse.Namespace) -> list[web.BaseSite]:
@@ -92,7 +96,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--voices", type=Path, metavar="DIR",
-        help=f"where uploaded voices are kept; several gateways may share it (default {default_voices()})",
+        help=f"where uploaded voices are kept; gateways may share it (default {default_voices() or 'none'})",
     )  # fmt: skip
     return run_service(parser, serve)
 

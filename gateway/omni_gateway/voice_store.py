@@ -94,7 +94,7 @@ class VoiceStore:
     def put(self, voice: StoredVoice, sound: bytes) -> None:
         """Keep `voice` with its FLAC file, in place of one of its name. Raises OmniError 400 when it is too many."""
         if self._folder is None:
-            raise invalid("This server keeps no voices.", code="unsupported_endpoint")
+            raise OSError("there is no folder for voices")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._path(self._folder, voice.name)
         with self._alone(self._folder):

@@ -65,8 +65,10 @@ async def list_voices(request: web.Request) -> web.Response:
 async def upload_voice(request: web.Request) -> web.Response:
     """Takes the place of an earlier upload of the same name."""
     bus, store = request.app[BUS], request.app[VOICES]
-    if not store.takes or not any(clones(pipeline) for pipeline in bus.pipelines.values()):
+    if not any(clones(pipeline) for pipeline in bus.pipelines.values()):
         raise invalid("No model here clones voices, so none can be uploaded.", code="unsupported_endpoint")
+    if not store.takes:
+        raise invalid("This server has no folder to keep voices in.", code="unsupported_endpoint")
     form = await read_form(request, _SAMPLE, _SAMPLE_BYTES)
     if form.text("speaker_embedding") is not None:
         message = "speaker_embedding is not supported: no model here takes one"

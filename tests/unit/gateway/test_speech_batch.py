@@ -15,7 +15,7 @@ import pytest
 
 from omni_common.errors import OmniError
 from omni_common.frames import Audio
-from omni_gateway import speech_batch
+from omni_gateway import endpoint, speech_batch
 from omni_gateway.context import Settings
 from omni_gateway.media.encode import CONTENT_TYPES, to_int16
 from omni_gateway.speech_batch import SpeechBatch, merged
@@ -327,3 +327,17 @@ async def test_a_client_that_leaves_cancels_all_items(bus: RigBus, url: str, whe
     await writer.wait_closed()
     await bus.until(lambda b: (b.left_queue if when == "queued" else b.cancelled) == 5)
     assert not bus.open and bus.completed == 0
+
+
+async def test_items_that_never_end_are_let_go(
+    http: aiohttp.ClientSession, url: str, bus: RigBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bus says so at the deadline; this is for one that says nothing."""
+    monkeypatch.setattr(endpoint, "_LAST_WORDS_S", 0.05)
+    limits = msgspec.structs.replace(bus.pipelines["speech"].limits, total_s=0.05)
+    bus.pipelines["speech"] = msgspec.structs.replace(bus.pipelines["speech"], limits=limits)
+    bus.gates = {1: asyncio.Event()}
+    with pytest.raises(aiohttp.ServerDisconnectedError):
+        await post(http, url, {"items": [{"input": words(3)}, {"input": words(3)}]})
+    await bus.until(lambda b: b.cancelled == 2)
+    assert not bus.open

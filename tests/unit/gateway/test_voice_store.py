@@ -13,6 +13,7 @@ import pytest
 
 from omni_common.errors import OmniError
 from omni_gateway import voice_store
+from omni_gateway.main import default_voices
 from omni_gateway.voice_store import StoredVoice, VoiceStore
 
 SOUND = b"fLaC" + bytes(range(256)) * 40
@@ -209,5 +210,21 @@ def test_a_gateway_killed_while_it_writes_leaves_the_old_voice_and_nothing_else(
 def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     store = VoiceStore(None)
     assert store.voices() == [] and store.find("a") is None and store.sound(voice()) is None and not store.delete("a")
-    with pytest.raises(OmniError):
+    assert not store.takes
+    with pytest.raises(OSError):
         store.put(voice(), SOUND)
+
+
+def test_the_folder_is_the_users_own_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert default_voices() == Path("/data/omnibus/voices")
+    monkeypatch.setenv("HOME", "/home/me")
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_DATA_HOME", unset)
+        assert default_voices() == Path("/home/me/.local/share/omnibus/voices")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert default_voices() is None
