@@ -27,8 +27,6 @@ _PUBLIC = Fetcher()
 _FETCH_S = 30.0
 #: Of one request, which may be a batch: fetched and decoded at a time.
 _READ_AT_ONCE = 4
-#: A kept sound was measured at its own rate; at another one it may be a sample longer.
-_ROUNDING_S = 0.1
 #: Fields that say who is to be cloned, and those for which there is no pipeline at all.
 _CLONING = ("ref_audio", "ref_text", "references")
 _NOWHERE = ("ref_audio_2", "speaker_embedding", "x_vector_only_mode")
@@ -110,25 +108,27 @@ class References:
 
     async def _read(self, source: Source, pipeline: Pipeline) -> Samples:
         param, rate = source.param, pipeline.audio_rate
-        max_bytes = pipeline.limits.audio_mib << 20
         async with self._turns:
-            if source.stored is not None:
-                flac = await asyncio.to_thread(self._store.sound, source.stored)
-                if flac is None:
-                    raise unknown_voice(pipeline, source.stored.name, param)
-                longest = LONGEST_S + _ROUNDING_S
-                return await decode_audio(flac, max_seconds=longest, max_bytes=len(flac), rate=rate, param=param)
-            if source.url is None:
-                data = await decode_base64(source.data, "audio", max_bytes, param)
-            elif source.url[:5].lower() == "data:":
-                data = await decode_data_url(source.url, "audio", max_bytes, param)
-            else:
-                data = await self._fetcher.fetch(
-                    source.url, "audio", max_bytes=max_bytes, within_s=_FETCH_S, param=param
-                )
+            data, max_bytes = await self._load(source, pipeline)
             samples = await decode_audio(data, max_seconds=LONGEST_S, max_bytes=max_bytes, rate=rate, param=param)
         check_length(len(samples) / rate, param)
         return samples
+
+    async def _load(self, source: Source, pipeline: Pipeline) -> tuple[bytes, int]:
+        """A file, and how many bytes it may have: what comes with a request as many as the pipeline's limits say."""
+        param, max_bytes = source.param, pipeline.limits.audio_mib << 20
+        if source.stored is not None:
+            kept = await asyncio.to_thread(self._store.sound, source.stored)
+            if kept is None:
+                raise unknown_voice(pipeline, source.stored.name, param)
+            return kept, len(kept)
+        if source.url is None:
+            data = await decode_base64(source.data, "audio", max_bytes, param)
+        elif source.url[:5].lower() == "data:":
+            data = await decode_data_url(source.url, "audio", max_bytes, param)
+        else:
+            data = await self._fetcher.fetch(source.url, "audio", max_bytes=max_bytes, within_s=_FETCH_S, param=param)
+        return data, max_bytes
 
 
 def check_length(seconds: float, param: str) -> None:
