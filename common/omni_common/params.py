@@ -42,6 +42,8 @@ class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
 
     #: Only for stages that speak.
     voice: str = ""
+    #: What is said in the sound that the voice is to be like; only for stages that clone voices.
+    ref_text: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class Voiced(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -2,15 +2,16 @@
 
 from aiohttp import web
 
-from omni_gateway import chat, health, models_api, speech, status, transcriptions, voices
+from omni_gateway import chat, health, models_api, speech, speech_batch, status, transcriptions, voices
 from omni_gateway.auth import auth
-from omni_gateway.context import BUS, DRAIN, METRICS, SETTINGS, Settings
+from omni_gateway.context import BUS, DRAIN, METRICS, SETTINGS, VOICES, Settings
 from omni_gateway.cors import allow_origin, cors
 from omni_gateway.drain import Drain
 from omni_gateway.errors import errors, http_log
 from omni_gateway.metrics import Metrics, exposition
 from omni_gateway.requests_log import name_response, requests_log
 from omni_gateway.stream import Bus
+from omni_gateway.voice_store import VoiceStore
 
 
 def create_app(bus: Bus, settings: Settings) -> web.Application:
@@ -24,11 +25,12 @@ def create_app(bus: Bus, settings: Settings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS] = Metrics(lambda: bus.fleet)
     app[DRAIN] = drain
+    app[VOICES] = VoiceStore(settings.voices)
     app.on_response_prepare.append(drain.last_answer)
     app.on_response_prepare.append(name_response)
     app.on_response_prepare.append(allow_origin)
     app.router.add_get("/metrics", show_metrics)
-    for module in (health, status, models_api, chat, speech, transcriptions, voices):
+    for module in (health, status, models_api, chat, speech, speech_batch, transcriptions, voices):
         module.add_routes(app)
     return app
 

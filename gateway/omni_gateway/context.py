@@ -1,6 +1,7 @@
 """What every handler of one application shares: its settings and the keys under which they find them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from aiohttp import web
@@ -8,6 +9,7 @@ from aiohttp import web
 from omni_gateway.drain import Drain
 from omni_gateway.metrics import Metrics
 from omni_gateway.stream import Bus
+from omni_gateway.voice_store import VoiceStore
 
 AudioForm = Literal["openai", "content"]
 
@@ -30,12 +32,15 @@ class Settings:
     default_pipeline: str = ""
     #: How streamed chat audio is laid out when the request does not say: see `chat_wire.py`.
     chat_audio_form: AudioForm = "openai"
+    #: Where uploaded voices are kept, for all gateways that are given the same folder; `None`: none are taken.
+    voices: Path | None = None
 
 
 BUS = web.AppKey("bus", Bus)
 SETTINGS = web.AppKey("settings", Settings)
 METRICS = web.AppKey("metrics", Metrics)
 DRAIN = web.AppKey("drain", Drain)
+VOICES = web.AppKey("voices", VoiceStore)
 
 #: The server's name for one HTTP request, echoed as `x-request-id`.
 REQUEST_ID = web.RequestKey("request_id", str)

@@ -29,11 +29,13 @@ __all__ = [
     "find_pipeline",
     "find_voice",
     "fresh_seed",
+    "own_voice",
     "read_body",
     "receiving",
     "run_stream",
     "samples_of",
     "sse_response",
+    "unknown_voice",
 ]
 
 T = TypeVar("T")
@@ -157,12 +159,24 @@ def find_voice(pipeline: Pipeline, name: str, param: str) -> str:
 
     Raises OmniError 400 that lists the valid ids.
     """
+    found = own_voice(pipeline, name)
+    if found is None:
+        raise unknown_voice(pipeline, name, param)
+    return found
+
+
+def own_voice(pipeline: Pipeline, name: str) -> str | None:
+    """As `find_voice`; `None` when the pipeline has no such voice."""
     wanted = name.casefold()
     for voice in pipeline.voices:
         if wanted in (voice.id.casefold(), *(a.casefold() for a in voice.aliases)):
             return voice.id
+    return None
+
+
+def unknown_voice(pipeline: Pipeline, name: str, param: str) -> OmniError:
     valid = ", ".join(v.id for v in pipeline.voices) or "none"
-    raise invalid(f"Unknown voice {quoted(name)}; voices of {pipeline.name}: {valid}.", param)
+    return invalid(f"Unknown voice {quoted(name)}; voices of {pipeline.name}: {valid}.", param)
 
 
 def build_params(

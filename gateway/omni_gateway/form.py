@@ -38,6 +38,8 @@ class Form:
     texts: dict[str, list[str]] = field(default_factory=dict)
     #: Contents of the file, whatever name the client gave it; `None`: there was none.
     file: bytes | None = None
+    #: Media type that the client gave the file, in lower case and without parameters; empty: it gave none.
+    file_type: str = ""
 
     def text(self, name: str) -> str | None:
         """The field's last value; empty counts as absent, as HTML forms send it."""
@@ -102,6 +104,7 @@ async def _read(reader: MultipartReader, file: str, max_file_bytes: int) -> Form
             if form.file is not None:
                 raise invalid(f"{file} was given twice", file)
             form.file = await _take(part, max_file_bytes, file, "audio_too_large")
+            form.file_type = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         elif part.filename is not None:
             await _take(part, max_file_bytes, name, "body_too_large")
         else:

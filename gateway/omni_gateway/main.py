@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import socket
+from pathlib import Path
 
 from aiohttp import web
 
@@ -29,6 +30,7 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
         cors_origins=tuple(arguments.cors_origin),
         max_body_bytes=arguments.max_body_mib << 20,
         chat_audio_form=arguments.chat_audio_form,
+        voices=arguments.voices or default_voices(),
     )
     app = create_app(link, settings)
     runner = make_runner(app, shutdown_s=CANCEL_S)
@@ -45,6 +47,17 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
     finally:
         await runner.cleanup()
         await link.close()
+
+
+def default_voices() -> Path | None:
+    """`$XDG_DATA_HOME/omnibus/voices`, else `~/.local/share/omnibus/voices`; `None` for a user without a home."""
+    given = Path(os.environ.get("XDG_DATA_HOME", ""))
+    try:
+        # The specification has a relative one ignored.
+        data = given if given.is_absolute() else Path.home() / ".local" / "share"
+    except RuntimeError:
+        return None
+    return data / "omnibus" / "voices"
 
 
 async def _listen(runner: web.AppRunner, arguments: argparse.Namespace) -> list[web.BaseSite]:
@@ -81,6 +94,10 @@ def main() -> int:
     parser.add_argument(
         "--chat-audio-form", choices=["openai", "content"], default="openai", help="layout of streamed chat audio"
     )
+    parser.add_argument(
+        "--voices", type=Path, metavar="DIR",
+        help=f"where uploaded voices are kept; gateways may share it (default {default_voices() or 'none'})",
+    )  # fmt: skip
     return run_service(parser, serve)
 
 

@@ -64,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("say", _talk, "Have a text spoken.")
     command.add_argument("text")
     command.add_argument("--speed", type=float, default=1.0)
+    command.add_argument(
+        "--ref-audio", type=Path, metavar="FILE", help="speak like this, where the model clones voices"
+    )
+    command.add_argument("--ref-text", default="", metavar="TEXT", help="what is said there")
     _speech_arguments(command)
     _client_arguments(command, model="speech")
 

@@ -70,13 +70,17 @@ async def say(arguments: argparse.Namespace) -> None:
     if arguments.out is None and not arguments.play:
         raise OmniError("where to? Give --out FILE, --play, or both")
     async with Speech(arguments.out, arguments.play) as speech:
-        body = {
+        body: dict[str, Any] = {
             "model": arguments.model,
             "input": arguments.text,
             "voice": arguments.voice,
             "speed": arguments.speed,
             "response_format": speech.format,
         }
+        if arguments.ref_audio is not None:
+            body["ref_audio"] = {"data": base64.b64encode(_read(arguments.ref_audio)).decode()}
+        if arguments.ref_text:
+            body["ref_text"] = arguments.ref_text
         client = Client(arguments.url, arguments.api_key)
         async with client.request("POST", "/v1/audio/speech", json=body) as answer:
             async for data in answer.content.iter_any():

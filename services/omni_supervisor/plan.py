@@ -71,6 +71,8 @@ class Plan:
         arguments = self._arguments
         flags = _repeated("--listen-fd", [str(fd) for fd in self._listening])
         flags += _repeated("--cors-origin", arguments.cors_origin)
+        if arguments.voices is not None:
+            flags.append(f"--voices={arguments.voices}")
         # Other users of the machine can read arguments, not the environment.
         env = {API_KEYS: " ".join(arguments.api_key)} if arguments.api_key else {}
         return Unit(

@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="browser pages that may call"
     )
+    parser.add_argument(
+        "--voices", type=Path, metavar="DIR", help="where uploaded voices are kept (default: see omni-gateway --help)"
+    )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for sockets (default: a fresh one)")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(

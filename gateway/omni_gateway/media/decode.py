@@ -32,6 +32,8 @@ _OPTIONS = {"protocol_whitelist": "none", "format_whitelist": _CONTAINERS, "max_
 _CHANNELS = range(1, 9)
 #: In Hz. A single packet at 1 Hz would become gigabytes at 16 kHz.
 _RATES = range(4_000, 384_001)
+#: Highest of the rates that a sound keeps: no model hears beyond it.
+_HIGHEST_OWN = 48_000
 #: A second of sound comes in 400 packets at most (Opus of 2.5 ms); more is made to keep the decoder busy.
 _PACKETS_PER_SECOND = 1_000
 #: Shorter than any recogniser can use; a file without a single frame ends here too.
@@ -46,11 +48,21 @@ async def decode_audio(
     Raises OmniError with `param`: 413 `audio_too_large`, 400 `audio_too_long`, 400 `invalid_audio` for bytes that are
     not audio, are damaged, or end too early. Decoding stops soon after its task was cancelled.
     """
-    if len(data) > max_bytes:
-        raise invalid(
-            f"the audio has {len(data)} bytes, more than {max_bytes}", param, code="audio_too_large", status=413
-        )
-    job = _Job(data, max_seconds, rate, param)
+    return await _decode(_Job(data, max_seconds, rate, param), max_bytes)
+
+
+async def decode_at_own_rate(
+    data: bytes, *, max_seconds: float, max_bytes: int, param: str | None = None
+) -> tuple[Samples, int]:
+    """As `decode_audio`, but at the sound's own rate, which comes along in Hz: at most 48 kHz."""
+    job = _Job(data, max_seconds, 0, param)
+    return await _decode(job, max_bytes), job.rate
+
+
+async def _decode(job: "_Job", max_bytes: int) -> Samples:
+    if len(job.data) > max_bytes:
+        text = f"the audio has {len(job.data)} bytes, more than {max_bytes}"
+        raise invalid(text, job.param, code="audio_too_large", status=413)
     try:
         return await DECODERS.run(job.run)
     except asyncio.CancelledError:
@@ -66,6 +78,7 @@ def _bad(reason: str, param: str | None) -> OmniError:
 class _Job:
     data: bytes
     max_seconds: float
+    #: Of the samples that come out; 0: the sound's own, which is then written here.
     rate: int
     param: str | None
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -96,10 +109,9 @@ class _Job:
             raise self._too_long()
         stream.codec_context.thread_count = 1
 
-        mixer = _Mixer(self.rate)
+        mixer: _Mixer | None = None
         blocks: list[Samples] = []
         have = packets = damaged = 0
-        limit = int(self.max_seconds * self.rate)
         for packet in container.demux(stream):
             if self.stopped.is_set():
                 raise _bad("the request was cancelled", self.param)
@@ -112,15 +124,21 @@ class _Job:
                 damaged += 1
                 continue
             for frame in frames:
+                if mixer is None:
+                    # What the container says may be half of it, where the codec doubles the rate (HE-AAC).
+                    self.rate = self.rate or min(frame.sample_rate, _HIGHEST_OWN)
+                    mixer = _Mixer(self.rate)
                 blocks.append(mixer.push(frame))
                 have += blocks[-1].size
-            if have > limit:
+            if have > self.max_seconds * self.rate:
                 raise self._too_long()
+        if mixer is None:
+            raise _bad("it holds no sound", self.param)
         blocks.append(mixer.finish())
         samples = np.concatenate(blocks)
-        if samples.size > limit:
-            raise self._too_long()
         seconds = samples.size / self.rate
+        if seconds > self.max_seconds:
+            raise self._too_long()
         if seconds < _MIN_SECONDS:
             raise _bad("it holds no sound", self.param)
         if names & _SELF_SYNCHRONISING:

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from omni_common.errors import OmniError
-from omni_gateway.media.decode import decode_audio
+from omni_gateway.media.decode import decode_at_own_rate, decode_audio
 from omni_gateway.media.encode import Encoder, encode, wav_header
 
 RATE = 16_000
@@ -320,3 +320,34 @@ async def test_the_loop_turns_while_audio_is_decoded():
         turns += 1
     await task
     assert turns > 3
+
+
+# ------------------------------------------------------------------------------------------------------- the own rate
+
+
+@pytest.mark.parametrize("rate", [4_000, 8_000, 11_025, 16_000, 24_000, 44_100, 48_000])
+async def test_a_sound_keeps_its_own_rate(rate):
+    sound = tone(rate)
+    samples, own = await decode_at_own_rate(wav(sound, rate), max_seconds=2.0, max_bytes=1 << 25)
+    assert own == rate and samples.dtype == np.float32
+    assert len(samples) == len(sound) and np.abs(samples - sound).max() <= LSB
+
+
+@pytest.mark.parametrize("rate", [88_200, 96_000, 192_000])
+async def test_a_rate_beyond_what_is_heard_is_lowered(rate):
+    samples, own = await decode_at_own_rate(wav(tone(rate), rate), max_seconds=2.0, max_bytes=1 << 25)
+    assert own == 48_000 and len(samples) == pytest.approx(1.5 * own, abs=2)
+
+
+async def test_the_limits_hold_at_the_own_rate():
+    for data, limits, code in (
+        (wav(tone(8_000), 8_000), {"max_seconds": 1.4}, "audio_too_long"),
+        (container("mp3", "libmp3lame"), {"max_seconds": 1.4}, "audio_too_long"),
+        (wav(tone(8_000), 8_000), {"max_bytes": 1000}, "audio_too_large"),
+        (b"", {}, "invalid_audio"),
+        (wav(tone(8_000)[:0], 8_000), {}, "invalid_audio"),
+        (wav(tone(1_000), 1_000), {}, "invalid_audio"),
+    ):
+        with pytest.raises(OmniError) as caught:
+            await decode_at_own_rate(data, **{"max_seconds": 2.0, "max_bytes": 1 << 25, "param": "file", **limits})
+        assert (caught.value.code, caught.value.param) == (code, "file")

@@ -165,6 +165,16 @@ async def test_say_asks_for_the_format_of_the_file(server: Server, tmp_path: Pat
     assert out.read_bytes()[44 if suffix == "wav" else 0 :] == PCM
 
 
+async def test_say_sends_the_sound_to_speak_like(server: Server, tmp_path: Path) -> None:
+    server.body = PCM
+    sound = tmp_path / "me.mp3"
+    sound.write_bytes(b"\xff\xfb")
+    out = str(tmp_path / "x.wav")
+    await commands.say(parse(server, "say", "hi", "--out", out, "--ref-audio", str(sound), "--ref-text", "It is me."))
+    sent = server.request["json"]
+    assert (sent["voice"], sent["ref_audio"], sent["ref_text"]) == ("default", {"data": "//s="}, "It is me.")
+
+
 async def test_transcribe_sends_the_file(server: Server, tmp_path: Path, capsys) -> None:
     server.body = b"Hello.\n"
     audio = tmp_path / "a.mp3"
@@ -202,6 +212,7 @@ async def test_status_as_json_and_of_another_server(server: Server, capsys) -> N
         ["ask"],
         ["say", "hi"],
         ["say", "hi", "--out", "x.exe"],
+        ["say", "hi", "--out", "x.wav", "--ref-audio", "/nonexistent.wav"],
         ["transcribe", "/nonexistent.wav"],
         ["status", "--url", "http://127.0.0.1:9"],
     ],

@@ -79,6 +79,14 @@ def test_addresses_and_keys_are_the_gateways_alone(monkeypatch) -> None:
     assert not any(unit.env for unit in others)
 
 
+def test_the_folder_of_voices_is_the_gateways_alone() -> None:
+    *others, gateway = plan(serve_arguments("--voices", "/data/my voices"), {"a": pipeline("a", "talker")})
+    assert gateway.argv[-1] == "--voices=/data/my voices"
+    assert not any("voices" in part for unit in others for part in unit.argv)
+    *_, gateway = plan(serve_arguments(), {"a": pipeline("a", "talker")})
+    assert not any("voices" in part for part in gateway.argv)
+
+
 def test_the_gateway_is_reached_by_loopback() -> None:
     assert local_url("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert local_url("::", 1) == "http://[::1]:1"
