@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omni_common.errors import OmniError, invalid
-from omni_common.frames import CLIENT, Features, Text
+from omni_common.frames import CLIENT, Features, PromptFacts, Text
 from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Job, Output, Piece
 from omni_worker.engines.token_text import TokenText
@@ -37,6 +37,7 @@ class Answer:
         self.finish: Literal["", "stop", "length"] = ""
         #: Of the preprocessor; media are here until vLLM has them.
         self.features: Features | None = None
+        self._facts: PromptFacts | None = None
         self.arrays: dict[str, Tensor] = {}
         self.outputs: deque[Output] = deque()
         #: Sinks that have got their last output.
@@ -53,7 +54,7 @@ class Answer:
 
     def push(self, piece: Piece) -> None:
         if isinstance(piece.body, Features):
-            self.features = piece.body
+            self.features, self._facts = piece.body, piece.body.prompt
             arrays = {name: to_torch(array, torch.device("cpu")) for name, array in piece.arrays.items()}
             if "feature_attention_mask" in arrays:
                 arrays["audio_lengths"] = arrays["feature_attention_mask"].sum(1)
@@ -108,7 +109,8 @@ class Answer:
                 self.finish = "length"
         if self.finish and not self._text.stopped:
             shown += self._text.flush()
-        body = Text(shown, [token], self.finish, len(self.prompt) if self.finish else 0)
+        facts = None if index else self._facts
+        body = Text(shown, [token], self.finish, len(self.prompt) if self.finish else 0, facts)
         self._bodies.append(body)
         if CLIENT in self.job.sinks:
             name = self.job.request_id

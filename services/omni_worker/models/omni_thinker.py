@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from omni_common.frames import CLIENT, Features, Text
+from omni_common.frames import CLIENT, Features, PromptFacts, Text
 from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.sampler import Draw, sample
@@ -174,6 +174,7 @@ class Answer(Sequence):
         self.finish: Literal["", "stop", "length"] = ""
         self._model = model
         self._features: Features | None = None
+        self._facts: PromptFacts | None = None
         self._arrays: dict[str, Tensor] = {}
         self._encoded: Encoded | None = None
         #: Of the prompt and the answer.
@@ -189,7 +190,7 @@ class Answer(Sequence):
 
     def push(self, piece: Piece) -> None:
         if isinstance(piece.body, Features):
-            self._features = piece.body
+            self._features, self._facts = piece.body, piece.body.prompt
             self._arrays = {name: to_torch(array, self._model.device) for name, array in piece.arrays.items()}
 
     @property
@@ -265,7 +266,7 @@ class Answer(Sequence):
                 self.finish = "length"
         if self.finish and not self._text.stopped:
             shown += self._text.flush()
-        body = Text(shown, [token], self.finish, self._prompt if self.finish else 0)
+        body = Text(shown, [token], self.finish, self._prompt if self.finish else 0, None if index else self._facts)
         self._bodies.append(body)
         if CLIENT in self.job.sinks:
             name = self.job.request_id
