@@ -60,7 +60,12 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | Annotated[list[Part], Meta(max_length=_PARTS)] | None = None
     audio: AudioRef | None = None
+    #: Typed in `chat_tools.py`, where the path is known.
     tool_calls: Any = None
+    tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    #: How an earlier answer was found, under DeepSeek's name and vLLM's; anything but text is ignored.
+    reasoning_content: Any = None
+    reasoning: Any = None
     function_call: Any = None
 
 
@@ -114,11 +119,17 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
     seed: _Int64 | None = None
+    #: Typed in `chat_tools.py`.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    # How much the model thinks, see `chat_reasoning.py`; and whether that is told.
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     # Known, and refused unless they ask for nothing.
     n: Any = None
     best_of: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
@@ -127,6 +138,20 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     web_search_options: Any = None
     media_io_kwargs: Any = None
+    verbosity: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    chat_template: Any = None
+    documents: Any = None
 
     @property
     def hears_videos(self) -> bool:
@@ -171,8 +196,6 @@ def bias_entries(biases: dict[str, float], where: str) -> list[str | int]:
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
@@ -181,6 +204,20 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "web_search_options": (),
     "media_io_kwargs": ({},),
+    "verbosity": ("medium",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
 }
 
 
@@ -192,11 +229,8 @@ def refuse_unsupported(request: ChatRequest) -> None:
             raise invalid(f"{name} is not supported here", name, code="unsupported_parameter")
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.role not in ("system", "developer", "user", "assistant"):
-            text = f"{where}.role: {quoted(message.role)} is not supported; use system, developer, user or assistant"
-            raise invalid(text, f"{where}.role")
-        for name in ("tool_calls", "function_call"):
-            if getattr(message, name):
-                raise invalid(f"{where}.{name} is not supported here", f"{where}.{name}", code="unsupported_parameter")
+        if message.function_call:
+            where += ".function_call"
+            raise invalid(f"{where} is not supported here", where, code="unsupported_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")

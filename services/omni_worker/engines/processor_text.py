@@ -78,7 +78,8 @@ class ChatText:
             settings["tools"] = self._defused(json.loads(prompt.tools))
         names = self._names() if settings else frozenset()
         for key in settings.keys() - names:
-            param = "tools" if key == "tools" else f"chat_template_kwargs.{key}"
+            # Efforts have a field of their own.
+            param = key if key in ("tools", "reasoning_effort") else f"chat_template_kwargs.{key}"
             raise invalid(f"{param}: the model's chat template knows no {key}.", param)
         rendered = self._render(self._turns(prompt.messages), **settings)
         reasoning = rendered.rstrip().endswith(THINK)
@@ -118,7 +119,8 @@ class ChatText:
 
     def _turns(self, messages: list[Message]) -> list[dict[str, Any]]:
         """The conversation as templates take it."""
-        turns, called = [], {}
+        turns: list[dict[str, Any]] = []
+        called: dict[str, str] = {}
         for message in messages:
             turn: dict[str, Any] = {"role": message.role, "content": self._content(message.parts)}
             if message.role == "tool":
