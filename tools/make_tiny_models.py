@@ -1,11 +1,12 @@
 """Random checkpoints of the omni families, a few MB each, with a real tokenizer and processor: for tests and newcomers.
 
-`python tools/make_tiny_models.py FOLDER [qwen3_omni|qwen2_5_omni|all]` writes FOLDER/<family>_tiny, deterministic from
-a seed. What they say means nothing; that they are loaded, split, batched and streamed right can be checked with them.
+`python tools/make_tiny_models.py FOLDER [FAMILY]` writes FOLDER/<family>_tiny, of one or of all, deterministic from a
+seed. What they say means nothing; that they are loaded, split, batched and streamed right can be checked with them.
 """
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ TEXT = (
     "What is in this image? Describe the sound that you hear. You are a helpful assistant. What happens in the video?",
 )
 ROLES = ("system", "user", "assistant")
+#: Around what is not for reading; the model's own words, not specials. At the end, so that all else has its old ids.
+FORMATS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 #: By family: what stands for audio, image, video and around them, and the marks of the talker.
 NAMES = {
@@ -65,6 +68,9 @@ MARKS = {
     "qwen3_omni": ("<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
     "qwen2_5_omni": ("<tts_pad>", "<tts_bos>", "<tts_eos>"),
 }
+#: Qwen3-Omni without a talker, which thinks before it answers.
+THINKING = "qwen3_omni_thinking"
+NAMES[THINKING], MARKS[THINKING] = NAMES["qwen3_omni"], MARKS["qwen3_omni"]
 #: Standard deviations of matrices, by a part of their names; `OTHERS` of all else. Chosen so that answers are not one
 #: token over and over, hang on all of the prompt, and that sound neither clips nor ignores codes, voice or noise.
 DECODERS = {"thinker.model.": 0.3, "thinker.lm_head": 0.3, "talker.": 0.3}
@@ -94,6 +100,8 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     specials = (*CONTROL, *names.values(), *MARKS[family])
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
+    if family != "qwen2_5_omni":
+        tokenizer.add_tokens([AddedToken(name, normalized=False) for name in FORMATS])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -102,28 +110,52 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
         extra_special_tokens=names,
     )
     made.padding_side = "left"
-    made.chat_template = make_template(names)
+    made.chat_template = make_template(family)
     return made
 
 
-def make_template(names: dict[str, str]) -> str:
-    """A turn a message, as the families have it; `content` is a string or a list of parts."""
+def make_template(family: str) -> str:
+    """A turn a message, as the families have it; `content` is a string or a list of parts.
+
+    Those of Qwen3-Omni have tools and calls too, and the one that thinks begins with it unless it is told not to.
+    """
+    names = NAMES[family]
     image = names["vision_bos_token"] + names["image_token"] + names["vision_eos_token"]
     video = names["vision_bos_token"] + names["video_token"] + names["vision_eos_token"]
     audio = names["audio_bos_token"] + names["audio_token"] + names["audio_eos_token"]
-    return (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    plain = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
         "{% if part['type'] == 'text' %}{{ part['text'] }}"
         f"{{% elif part['type'] == 'image' %}}{image}{{% elif part['type'] == 'video' %}}{video}"
         f"{{% elif part['type'] == 'audio' %}}{audio}{{% endif %}}{{% endfor %}}{{% endif %}}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tools = calls = thought = opened = ""
+    if family != "qwen2_5_omni":
+        tools = (
+            "{% if tools %}{{ '<|im_start|>system\nTools:' }}{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}"
+            "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+        )
+        calls = (
+            "{% for call in message['tool_calls'] or [] %}{{ '\n<tool_call>\n{\"name\": \"' }}"
+            "{{ call['function']['name'] }}{{ '\", \"arguments\": ' }}{{ call['function']['arguments'] | tojson }}"
+            "{{ '}\n</tool_call>' }}{% endfor %}"
+        )
+    if family == THINKING:
+        thought = (
+            "{% if message['reasoning_content'] %}{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}"
+            "{% endif %}"
+        )
+        opened = "{{ '<think>\n' }}{% if enable_thinking is false %}{{ '\n</think>\n\n' }}{% endif %}"
+    return (
+        f"{tools}{{% for message in messages %}}{{{{ '<|im_start|>' + message['role'] + '\n' }}}}"
+        f"{thought}{plain}{calls}{{{{ '<|im_end|>\n' }}}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        f"{opened}{{% endif %}}"
     )
 
 
 def save_processor(family: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    patch = 16 if family == "qwen3_omni" else 14
-    kind = Qwen3OmniMoeProcessor if family == "qwen3_omni" else Qwen2_5OmniProcessor
+    patch, kind = (14, Qwen2_5OmniProcessor) if family == "qwen2_5_omni" else (16, Qwen3OmniMoeProcessor)
     processor = kind(
         image_processor=Qwen2VLImageProcessor(patch_size=patch, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 64),
         video_processor=Qwen2VLVideoProcessor(patch_size=patch, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 64),
@@ -134,9 +166,9 @@ def save_processor(family: str, tokenizer: PreTrainedTokenizerFast, folder: Path
     processor.save_pretrained(folder)
 
 
-def qwen3_omni(folder: Path, seed: int) -> None:
-    """Thinker and talker are mixtures of four experts; four code groups."""
-    tokenizer = make_tokenizer("qwen3_omni")
+def qwen3_omni(folder: Path, seed: int, family: str = "qwen3_omni") -> None:
+    """Thinker and talker are mixtures of four experts; four code groups. The one that thinks has a thinker only."""
+    tokenizer = make_tokenizer(family)
     token: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     names = NAMES["qwen3_omni"]
     hidden, codebook, groups = 64, 64, 4
@@ -190,7 +222,7 @@ def qwen3_omni(folder: Path, seed: int) -> None:
             **ids,
         },
         code2wav_config=wave,
-        enable_audio_output=True,
+        enable_audio_output=family == "qwen3_omni",
         im_start_token_id=token("<|im_start|>"),
         im_end_token_id=token("<|im_end|>"),
         tts_pad_token_id=token("<tts_pad>"),
@@ -202,7 +234,7 @@ def qwen3_omni(folder: Path, seed: int) -> None:
     model = Qwen3OmniMoeForConditionalGeneration(config).eval()
     fill(model, DEVIATIONS["qwen3_omni"])
     model.save_pretrained(folder)
-    save_processor("qwen3_omni", tokenizer, folder)
+    save_processor(family, tokenizer, folder)
 
 
 def qwen2_5_omni(folder: Path, seed: int) -> None:
@@ -295,7 +327,11 @@ def fill(model: torch.nn.Module, deviations: Mapping[str, float]) -> None:
                 parameter.mul_(QUERY_KEY_SCALE)
 
 
-MAKERS: dict[str, Callable[[Path, int], None]] = {"qwen3_omni": qwen3_omni, "qwen2_5_omni": qwen2_5_omni}
+MAKERS: dict[str, Callable[[Path, int], None]] = {
+    "qwen3_omni": qwen3_omni,
+    "qwen2_5_omni": qwen2_5_omni,
+    THINKING: partial(qwen3_omni, family=THINKING),
+}
 
 
 def make(family: str, folder: Path, seed: int = 0) -> Path:

@@ -101,15 +101,45 @@ class VideoPart(Struct, tag_field="part", tag="video"):
 Part = TextPart | AudioPart | ImagePart | VideoPart
 
 
+class ToolCall(Struct):
+    """An assistant's call of a tool."""
+
+    id: str
+    name: str
+    #: A JSON object, as text.
+    arguments: str
+
+
 class Message(Struct):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     parts: list[Part]
+    #: Of an assistant: what it called, and how it came to that.
+    tool_calls: list[ToolCall] = []
+    reasoning: str = ""
+    #: Of a tool: which call this answers.
+    tool_call_id: str = ""
 
 
 class Prompt(Struct, tag_field="kind", tag="prompt"):
     """A conversation for a text stage. Edge unit: prompts (always [0, 1))."""
 
     messages: list[Message]
+    #: What the assistant may call: a JSON array of tools as OpenAI has them, as text.
+    tools: str = ""
+    #: Variables of the model's chat template.
+    template: dict[str, bool | str] = {}
+    #: What the answer begins with; it is not part of what comes out.
+    prefix: str = ""
+
+
+class PromptFacts(Struct):
+    """What its preprocessor knows of a prompt, and the client's gateway needs."""
+
+    #: Tokens that stand for sounds, and for images and frames of videos.
+    audio_tokens: int = 0
+    image_tokens: int = 0
+    #: The answer begins in the midst of reasoning: the chat template has opened it.
+    reasoning: bool = False
 
 
 class Text(Struct, tag_field="kind", tag="text"):
@@ -123,6 +153,8 @@ class Text(Struct, tag_field="kind", tag="text"):
     finish: Literal["", "stop", "length"] = ""
     #: Tokens of the prompt, on the last piece only.
     prompt_tokens: int = 0
+    #: On the first piece only, and only behind a preprocessor.
+    prompt: PromptFacts | None = None
 
 
 class Segment(Struct):
@@ -188,6 +220,7 @@ class Features(Struct, tag_field="kind", tag="features"):
     #: Digest of each media item in the order of its placeholders: equal content, equal digest.
     digests: list[str] = []
     use_audio_in_video: bool = False
+    prompt: PromptFacts = msgspec.field(default_factory=PromptFacts)
 
 
 class Codes(Struct, tag_field="kind", tag="codes"):

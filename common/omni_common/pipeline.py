@@ -97,6 +97,16 @@ class Voice(Node):
     aliases: list[str] = []
 
 
+class Formats(Node):
+    """How the model of the text stage writes what is not for reading, see `formats.py`. Empty: it writes no such thing.
+    """
+
+    #: Calls of tools. Without it requests with tools are refused.
+    tools: Literal["", "hermes"] = ""
+    #: The way to an answer.
+    reasoning: Literal["", "think"] = ""
+
+
 class Pipeline(Node):
     name: Name
     stages: dict[Name, Stage]
@@ -105,6 +115,7 @@ class Pipeline(Node):
     aliases: list[str] = []
     description: str = ""
     limits: Limits = msgspec.field(default_factory=Limits)
+    formats: Formats = msgspec.field(default_factory=Formats)
     #: Sample rate of audio output, in Hz.
     audio_rate: Annotated[int, Meta(ge=8000, le=192_000)] = 24_000
     voices: list[Voice] = []

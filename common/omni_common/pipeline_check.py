@@ -18,6 +18,8 @@ from omni_common.yaml_marks import Node
 
 #: Settings of a stage that its processes have but once, so pipelines that share the stage must agree on them.
 PROCESS_SETTINGS = ("engine", "model", "options", "replicas", "slots", "threads", "arena_mib", "stall_s", "load_s")
+#: Engines that render what `formats` speaks of.
+FORMATTING = ("processor", "fake")
 
 
 class PipelineError(OmniError):
@@ -152,6 +154,12 @@ def _graph(tree: Node, pipeline: Pipeline) -> Iterator[str]:
     if cycle:
         yield wrong(f"the stages feed each other in a circle: {' > '.join(cycle)}", "stages", cycle[-1], "inputs")
         return
+    if pipeline.formats.reasoning and any("audio" in spec.output for spec in pipeline.tasks.values()):
+        yield wrong("what the model thinks would be spoken: no task may have audio output", "formats", "reasoning")
+    for key in ("tools", "reasoning") if "chat" in pipeline.tasks else ():
+        entry = stages[pipeline.tasks["chat"].input.get("text", next(iter(stages)))]
+        if getattr(pipeline.formats, key) and entry.engine not in FORMATTING:
+            yield wrong(f"chat enters by an engine that renders no {key}: {entry.engine}", "formats", key)
     used: set[str] = set()
     for task, spec in pipeline.tasks.items():
         for source in spec.input:

@@ -4,6 +4,7 @@ import base64
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from typing import cast, get_args
 
 import msgspec
@@ -11,18 +12,21 @@ import numpy as np
 from aiohttp import web
 
 from omni_common.errors import invalid
-from omni_common.frames import Audio, Text
+from omni_common.frames import Audio, PromptFacts, Text
 from omni_gateway.audio_store import AudioStore
 from omni_gateway.chat_ask import ChatJob, build_job
 from omni_gateway.chat_schema import ChatRequest
+from omni_gateway.chat_split import Called, Part, Said, Thought
 from omni_gateway.chat_wire import (
     AnswerAudio,
+    AnswerCall,
     AnswerChoice,
     AnswerMessage,
     Chunks,
     Completion,
     ContentChunks,
     Finish,
+    Function,
     SpokenChunks,
     Usage,
     usage,
@@ -70,6 +74,7 @@ async def _whole(request: web.Request, job: ChatJob) -> web.Response:
             answer.add(event)
             if job.audio and isinstance(event.body, Audio):
                 sound += await answer.encoded(samples_of(event))
+        answer.end()
         if job.audio:
             sound += await answer.encoded(answer.filler()) + await answer.rest()
     return web.Response(body=msgspec.json.encode(answer.completion(sound)), content_type="application/json")
@@ -82,15 +87,16 @@ async def _streamed(request: web.Request, job: ChatJob) -> web.StreamResponse:
             chunks = answer.chunks()
             frames = chunks.start()
             async for event in run:
-                answer.add(event)
-                if isinstance(event.body, Text) and event.body.text:
-                    frames += chunks.text(event.body.text)
-                elif isinstance(event.body, Audio) and (data := await answer.encoded(samples_of(event))):
+                for part in answer.add(event):
+                    frames += answer.frame(chunks, part)
+                if isinstance(event.body, Audio) and (data := await answer.encoded(samples_of(event))):
                     frames += chunks.sound(data)
                 # Events that came together leave together.
                 if frames and (not run.ready or len(frames) >= _WRITE_BYTES):
                     await sse.send(frames)
                     frames = b""
+            for part in answer.end():
+                frames += answer.frame(chunks, part)
             if job.audio:
                 for data in (await answer.encoded(answer.filler()), await answer.rest()):
                     frames += chunks.sound(data) if data else b""
@@ -113,10 +119,16 @@ class _Answer:
         self._samples = 0
         self._read = 0
         self._written = 0
+        self._facts: PromptFacts | None = None
+        self._splitter = job.splitter()
         self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        #: Of the written tokens.
+        self._thought = 0
+        self._calls: list[Called] = []
         self.audio_id = f"audio_{run_id}"
         self.expires_at = expires_at
-        self.finish: Finish = "stop"
+        self._finish: Finish = "stop"
         #: Of one container for the whole answer, from its first sound on; `None` where each piece is a file of its own.
         self._encoder: Encoder | None = None
 
@@ -124,19 +136,66 @@ class _Answer:
     def transcript(self) -> str:
         return "".join(self._pieces)
 
-    def add(self, event: Event) -> None:
+    @property
+    def finish(self) -> Finish:
+        return "tool_calls" if self._calls and self._finish == "stop" else self._finish
+
+    def add(self, event: Event) -> list[Part]:
+        """Take what has come; gives what of its text can be told."""
         body = event.body
         if isinstance(body, Text):
-            self._pieces.append(body.text)
             self._written += len(body.ids)
             self._read = body.prompt_tokens or self._read
-            self.finish = body.finish or self.finish
-        elif isinstance(body, Audio):
+            self._finish = body.finish or self._finish
+            if body.prompt is not None:
+                self._facts = body.prompt
+                if body.prompt.reasoning and self._splitter:
+                    self._splitter.open()
+            return self._split(body)
+        if isinstance(body, Audio):
             self._rate = body.rate
             self._samples += len(samples_of(event))
+        return []
+
+    def _split(self, body: Text) -> list[Part]:
+        if self._splitter is None:
+            return self._keep([Said(body.text)] if body.text else [])
+        before = self._splitter.thinking
+        parts = self._splitter.push(body.text)
+        if before or self._splitter.thinking:
+            self._thought += len(body.ids)
+        return self._keep(parts)
+
+    def end(self) -> list[Part]:
+        """The text is over: what of it was held back. Once."""
+        return self._keep(self._splitter.end() if self._splitter else [])
+
+    def _keep(self, parts: list[Part]) -> list[Part]:
+        if not self._job.shows_reasoning:
+            parts = [part for part in parts if not isinstance(part, Thought)]
+        for part in parts:
+            if isinstance(part, Said):
+                self._pieces.append(part.text)
+            elif isinstance(part, Thought):
+                self._thoughts.append(part.text)
+            else:
+                self._calls.append(part)
+        return parts
+
+    def frame(self, chunks: Chunks, part: Part) -> bytes:
+        """A part as it is streamed."""
+        if isinstance(part, Said):
+            return chunks.text(part.text)
+        if isinstance(part, Thought):
+            return chunks.thought(part.text)
+        return chunks.called(self._call_id(part), part)
+
+    def _call_id(self, call: Called) -> str:
+        return f"call_{self._run_id}_{call.index}"
 
     def usage(self) -> Usage:
-        return usage(self._read, self._written, self._job.audio_in, _HEARD_RATE, self._samples, self._rate)
+        heard_s, spoken_s = Fraction(self._job.audio_in, _HEARD_RATE), Fraction(self._samples, self._rate)
+        return usage(self._read, self._facts, heard_s, self._written, self._thought, spoken_s)
 
     def filler(self) -> Samples:
         """Silence for an answer that had no sound, else nothing."""
@@ -172,6 +231,14 @@ class _Answer:
 
     def completion(self, sound: bytes) -> Completion:
         message = AnswerMessage(content=self.transcript)
+        if not self.transcript and (self._calls or self._thoughts):
+            message.content = None
+        if self._thoughts:
+            message.reasoning_content = message.reasoning = "".join(self._thoughts)
+        if self._calls:
+            message.tool_calls = [
+                AnswerCall(self._call_id(call), Function(call.name, call.arguments)) for call in self._calls
+            ]
         if self._job.audio:
             data = base64.b64encode(sound).decode()
             content = self.transcript if self._job.form == "content" and self._job.text else None

@@ -1,13 +1,19 @@
 """From a chat request to what the bus is asked: everything is checked and decoded here, nothing is sent before."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from omni_common.errors import invalid
 from omni_common.frames import Params, Prompt
 from omni_common.pipeline import Pipeline
 from omni_gateway.audio_store import AudioStore
 from omni_gateway.chat_read import Reader
-from omni_gateway.chat_schema import ChatFormat, ChatRequest, VoiceRef, refuse_unsupported
+from omni_gateway.chat_reasoning import read_reasoning
+from omni_gateway.chat_schema import ChatFormat, ChatRequest, LogitBias, VoiceRef, bias_entries, refuse_unsupported
+from omni_gateway.chat_split import Splitter
+from omni_gateway.chat_tools import Tools, read_tools
 from omni_gateway.context import AudioForm
 from omni_gateway.endpoint import build_params, find_voice, fresh_seed
 from omni_gateway.errors import quoted
@@ -35,6 +41,17 @@ class ChatJob:
     include_usage: bool
     #: Samples of all input audio, that of videos included, at 16 kHz.
     audio_in: int
+    tools: Tools
+    #: The client wants to see what the model thinks.
+    shows_reasoning: bool
+
+    def splitter(self) -> Splitter | None:
+        """What takes the answer apart; `None` where all of it is text."""
+        reasoning = bool(self.ask.pipeline.formats.reasoning)
+        if not reasoning and not self.tools.names:
+            return None
+        tools = self.tools
+        return Splitter(reasoning=reasoning, tools=tools.names, forced=tools.forced, single=tools.single)
 
 
 async def build_job(
@@ -51,6 +68,12 @@ async def build_job(
     """
     refuse_unsupported(request)
     modalities = _modalities(request, pipeline)
+    tools = read_tools(request, pipeline)
+    if tools.names and "audio" in modalities:
+        # The talkers of the families speak all that the thinker writes.
+        text = "tools: a spoken answer cannot call tools, since the calls would be spoken; ask for text only"
+        raise invalid(f'{text}, or set tool_choice to "none"', "tools", code="unsupported_parameter")
+    template = read_reasoning(request, pipeline)
     options = request.audio
     audio_format: ChatFormat | None = ((options and options.format) or "wav") if "audio" in modalities else None
     voice = _voice(request, pipeline)
@@ -58,7 +81,8 @@ async def build_job(
     reader = Reader(pipeline, store, owner, fetcher, request.hears_videos)
     messages = [await reader.message(i, message) for i, message in enumerate(request.messages)]
     media = reader.media
-    given = given_input(pipeline.tasks[_TASK], Prompt(messages=messages), media)
+    prompt = Prompt(messages, tools.json, template, tools.prefix)
+    given = given_input(pipeline.tasks[_TASK], prompt, media)
     inputs = ["text", *media.modalities]
     # A spoken answer needs its text too: it is the transcript.
     wanted: list[str] = ["text", "audio"] if audio_format else ["text"]
@@ -85,6 +109,8 @@ async def build_job(
         form=form,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         audio_in=sum(len(samples) for samples in media.audios),
+        tools=tools,
+        shows_reasoning=request.include_reasoning is not False,
     )
 
 
@@ -131,6 +157,17 @@ def _params(request: ChatRequest, pipeline: Pipeline, voice: str | None) -> dict
     for index, (name, entry) in enumerate(zip(pipeline.stages, listed, strict=False)):
         where[name] = f"sampling_params_list[{index}]"
         for key, value in (entry or {}).items():
-            if value is not None:
-                overrides[name][key] = [value] if key == "stop" and isinstance(value, str) else value
+            if key == "stop" and isinstance(value, str):
+                overrides[name][key] = [value]
+            elif key == "logit_bias" and value is not None:
+                overrides[name][key] = _bias_entries(value, f"{where[name]}.{key}")
+            elif value is not None:
+                overrides[name][key] = value
     return build_params(pipeline, pipeline.stages, overrides, where)
+
+
+def _bias_entries(value: Any, where: str) -> list[str | int]:
+    try:
+        return bias_entries(msgspec.convert(value, LogitBias), where)
+    except msgspec.ValidationError:
+        raise invalid(f"{where} must map token ids to numbers", where, code="invalid_type") from None

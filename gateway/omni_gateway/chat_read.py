@@ -3,12 +3,13 @@
 import asyncio
 
 from omni_common.errors import invalid
-from omni_common.frames import AudioPart, ImagePart, Message, TextPart, VideoPart
+from omni_common.frames import AudioPart, ImagePart, Message, TextPart, ToolCall, VideoPart
 from omni_common.frames import Part as GivenPart
 from omni_common.pipeline import Limits, Pipeline
 from omni_gateway.audio_input import RATE
 from omni_gateway.audio_store import AudioStore
 from omni_gateway.chat_schema import AudioRef, ChatMessage, MediaUrl, Part
+from omni_gateway.chat_tools import read_calls
 from omni_gateway.errors import quoted
 from omni_gateway.media.decode import decode_audio
 from omni_gateway.media.fetch import Fetcher
@@ -26,6 +27,7 @@ _KINDS: dict[str, Kind] = {
     "video_url": "video",
 }
 _TASK = "chat"
+_ROLES = ("system", "developer", "user", "assistant")
 #: Pixels of an image that is to be looked at in low detail.
 _LOW_PIXELS = 512 * 512
 #: Seconds for all that one conversation has to be fetched.
@@ -51,11 +53,15 @@ class Reader:
         self._media_left = limits.media
         self._bytes_left = limits.media_mib << 20
         self._fetch_left = _FETCH_S
+        #: Ids of the calls so far.
+        self._called: set[str] = set()
 
     async def message(self, index: int, message: ChatMessage) -> Message:
         """Raises OmniError 400 (413 for a medium that is too large) with the path of the field."""
         where = f"messages[{index}]"
+        self._check_role(message, where)
         role = "system" if message.role == "developer" else message.role
+        calls = self._calls(message, f"{where}.tool_calls")
         parts: list[GivenPart] = []
         content = message.content
         if isinstance(content, str):
@@ -67,9 +73,48 @@ class Reader:
             spoken = self._spoken(message.audio, role, f"{where}.audio")
             if not any(isinstance(part, TextPart) and part.text for part in parts):
                 parts = [self._text(spoken, f"{where}.audio.id")]
-        elif not parts or (role == "user" and all(isinstance(p, TextPart) and not p.text.strip() for p in parts)):
+        elif (not parts and not calls) or (
+            role == "user" and all(isinstance(p, TextPart) and not p.text.strip() for p in parts)
+        ):
             raise invalid(f"{where}.content must not be empty", f"{where}.content")
-        return Message(role=role, parts=parts)  # type: ignore[arg-type]
+        return Message(
+            role=role,  # type: ignore[arg-type]
+            parts=parts,
+            tool_calls=calls,
+            reasoning=self._reasoning(message, where),
+            tool_call_id=message.tool_call_id or "" if role == "tool" else "",
+        )
+
+    def _check_role(self, message: ChatMessage, where: str) -> None:
+        tools = bool(self._pipeline.formats.tools)
+        roles = (*_ROLES, "tool") if tools else _ROLES
+        if message.role not in roles:
+            text = f"{where}.role: {quoted(message.role)} is not supported; use {', '.join(roles[:-1])} or {roles[-1]}"
+            raise invalid(text, f"{where}.role")
+        if message.role == "tool" and message.tool_call_id not in self._called:
+            where += ".tool_call_id"
+            if message.tool_call_id is None:
+                raise invalid(f"{where} is missing", where, code="missing_required_parameter")
+            raise invalid(f"{where}: no message before has a call {quoted(message.tool_call_id)}", where)
+
+    def _calls(self, message: ChatMessage, where: str) -> list[ToolCall]:
+        if not message.tool_calls:
+            return []
+        if message.role != "assistant":
+            raise invalid(f"{where} is only allowed in an assistant message", where)
+        if not self._pipeline.formats.tools:
+            raise invalid(f"{where}: {self._pipeline.name} calls no tools", where, code="unsupported_parameter")
+        calls = read_calls(message.tool_calls, where, self._text)
+        self._called.update(call.id for call in calls)
+        return calls
+
+    def _reasoning(self, message: ChatMessage, where: str) -> str:
+        """Of an earlier answer; a model that does not think is not told of it."""
+        name = "reasoning_content" if message.reasoning_content else "reasoning"
+        thought = getattr(message, name)
+        if message.role != "assistant" or not self._pipeline.formats.reasoning or not isinstance(thought, str):
+            return ""
+        return self._text(thought, f"{where}.{name}").text
 
     async def _part(self, part: Part, role: str, where: str) -> GivenPart:
         if part.type == "text":

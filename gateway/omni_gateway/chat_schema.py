@@ -11,8 +11,11 @@ from msgspec import Meta
 
 from omni_common.errors import invalid
 from omni_common.frames import Params
+from omni_common.params import BIAS_MOST, BIASES
 from omni_gateway.errors import quoted
 
+#: Token id -> what is added to its score.
+LogitBias = dict[str, float]
 ChatFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -57,7 +60,12 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | Annotated[list[Part], Meta(max_length=_PARTS)] | None = None
     audio: AudioRef | None = None
+    #: Typed in `chat_tools.py`, where the path is known.
     tool_calls: Any = None
+    tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    #: How an earlier answer was found, under DeepSeek's name and vLLM's; anything but text is ignored.
+    reasoning_content: Any = None
+    reasoning: Any = None
     function_call: Any = None
 
 
@@ -109,21 +117,41 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[_Int64] | None = None
     ignore_eos: bool | None = None
+    logit_bias: LogitBias | None = None
     seed: _Int64 | None = None
+    #: Typed in `chat_tools.py`.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    # How much the model thinks, see `chat_reasoning.py`; and whether that is told.
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     # Known, and refused unless they ask for nothing.
     n: Any = None
     best_of: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
     prompt_logprobs: Any = None
-    logit_bias: Any = None
     web_search_options: Any = None
     media_io_kwargs: Any = None
+    verbosity: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    chat_template: Any = None
+    documents: Any = None
 
     @property
     def hears_videos(self) -> bool:
@@ -147,24 +175,49 @@ class ChatRequest(msgspec.Struct, kw_only=True):
             if "" in stop:
                 raise invalid("stop: a stop string must not be empty", "stop")
             params["stop"] = stop
+        if self.logit_bias:
+            params["logit_bias"] = bias_entries(self.logit_bias, "logit_bias")
         return params
+
+
+def bias_entries(biases: dict[str, float], where: str) -> list[str | int]:
+    """`logit_bias` as a parameter, see `omni_common.params`. Raises OmniError 400 for what is no id or no bias."""
+    if len(biases) > BIASES:
+        raise invalid(f"{where} has more than {BIASES} entries", where)
+    for id_, bias in biases.items():
+        if not (id_.isascii() and id_.isdecimal() and len(id_) <= 10):
+            raise invalid(f"{where}: {quoted(id_)} is no token id", where)
+        if not abs(bias) <= BIAS_MOST:
+            raise invalid(f"{where}: the bias of {id_} is not from -{BIAS_MOST:g} to {BIAS_MOST:g}", where)
+    return [f"{id_}:{float(bias):.6f}" for id_, bias in biases.items()]
 
 
 #: Field -> the values that ask for nothing, and may therefore stand there.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "logit_bias": ({},),
     "web_search_options": (),
     "media_io_kwargs": ({},),
+    "verbosity": ("medium",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
 }
 
 
@@ -176,11 +229,8 @@ def refuse_unsupported(request: ChatRequest) -> None:
             raise invalid(f"{name} is not supported here", name, code="unsupported_parameter")
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.role not in ("system", "developer", "user", "assistant"):
-            text = f"{where}.role: {quoted(message.role)} is not supported; use system, developer, user or assistant"
-            raise invalid(text, f"{where}.role")
-        for name in ("tool_calls", "function_call"):
-            if getattr(message, name):
-                raise invalid(f"{where}.{name} is not supported here", f"{where}.{name}", code="unsupported_parameter")
+        if message.function_call:
+            where += ".function_call"
+            raise invalid(f"{where} is not supported here", where, code="unsupported_parameter")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")

@@ -7,17 +7,24 @@ read): text and sound both come as `delta.content`, told apart by the chunk's `m
 complete file. It is chosen by the server's `--chat-audio-form`, the header `x-omni-audio-form` or the field
 `audio_form`, each over the one before.
 
-Audio tokens in `usage` are OpenAI's rates: one for each 100 ms heard and each 50 ms spoken, begun ones counted. They
-are added to the tokens that the text stage read and wrote (the words of heard audio are among those it read).
+Tokens in `usage` are those that the text stage read and wrote, with those that stand for sounds, images and frames in
+its prompt where a preprocessor has counted them. Elsewhere the words of heard audio are among those it read, and audio
+tokens are added at OpenAI's rate, one for each 100 ms heard; so are, everywhere, one for each 50 ms spoken. Begun ones
+count.
 """
 
 import base64
+import math
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-Finish = Literal["stop", "length"]
+from omni_common.frames import PromptFacts
+from omni_gateway.chat_split import Called
+
+Finish = Literal["stop", "length", "tool_calls"]
 _HEARD_PER_S = 10
 _SPOKEN_PER_S = 20
 
@@ -43,17 +50,40 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails
 
 
-def usage(read: int, written: int, heard_samples: int, heard_rate: int, spoken_samples: int, spoken_rate: int) -> Usage:
-    """Token counts from the text stage's own and from samples at a rate in Hz."""
-    heard = -(-heard_samples * _HEARD_PER_S // heard_rate)
-    spoken = -(-spoken_samples * _SPOKEN_PER_S // spoken_rate)
+def usage(
+    read: int, facts: PromptFacts | None, heard_s: Fraction, written: int, reasoning: int, spoken_s: Fraction
+) -> Usage:
+    """From the text stage's counts, what its preprocessor says of the prompt, and seconds of sound.
+
+    `reasoning` is how many of the `written` tokens were thought.
+    """
+    if facts is not None:
+        prompt = PromptDetails(read - facts.audio_tokens - facts.image_tokens, facts.audio_tokens, facts.image_tokens)
+    else:
+        prompt = PromptDetails(read, math.ceil(heard_s * _HEARD_PER_S))
+        read += prompt.audio_tokens
+    spoken = math.ceil(spoken_s * _SPOKEN_PER_S)
     return Usage(
-        prompt_tokens=read + heard,
+        prompt_tokens=read,
         completion_tokens=written + spoken,
-        total_tokens=read + heard + written + spoken,
-        prompt_tokens_details=PromptDetails(read, heard),
-        completion_tokens_details=CompletionDetails(written, spoken),
+        total_tokens=read + written + spoken,
+        prompt_tokens_details=prompt,
+        completion_tokens_details=CompletionDetails(written, spoken, reasoning),
     )
+
+
+class Function(msgspec.Struct):
+    name: str
+    #: A JSON object, as text.
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct):
+    id: str
+    function: Function
+    #: In streams only.
+    index: int | UnsetType = UNSET
+    type: str = "function"
 
 
 class AnswerAudio(msgspec.Struct):
@@ -68,6 +98,10 @@ class AnswerMessage(msgspec.Struct):
     audio: AnswerAudio | None = None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    #: The same under DeepSeek's name and vLLM's.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class AnswerChoice(msgspec.Struct):
@@ -98,6 +132,9 @@ class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     audio: DeltaAudio | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct):
@@ -133,6 +170,12 @@ class Chunks:
 
     def text(self, piece: str) -> bytes:
         return self._event(Delta(content=piece))
+
+    def thought(self, piece: str) -> bytes:
+        return self._event(Delta(reasoning_content=piece, reasoning=piece))
+
+    def called(self, id_: str, call: Called) -> bytes:
+        return self._event(Delta(tool_calls=[AnswerCall(id_, Function(call.name, call.arguments), call.index)]))
 
     def sound(self, data: bytes) -> bytes:
         """One piece of encoded audio."""

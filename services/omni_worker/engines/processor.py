@@ -26,6 +26,7 @@ from omni_common.frames import (
     ImagePart,
     Message,
     Prompt,
+    PromptFacts,
     TextPart,
     Video,
     VideoPart,
@@ -33,7 +34,7 @@ from omni_common.frames import (
 from omni_worker.engine import Arrays, Job, LoadContext, Output, Piece
 from omni_worker.engines.onnx import Onnx
 from omni_worker.engines.processor_media import Array, Cache, Item, MediaProcessor, check_shape
-from omni_worker.engines.processor_text import ChatText, Pieces, kind_of
+from omni_worker.engines.processor_text import ChatText, Rendered, kind_of
 
 T = TypeVar("T")
 MediaPart = AudioPart | ImagePart | VideoPart
@@ -135,7 +136,7 @@ class Conversation:
         self._waiting = set(job.sources)
         self._prompt: Prompt | None = None
         self._media = Media()
-        self._pieces: Pieces | None = None
+        self._rendered: Rendered | None = None
         #: Parts that stand for media, not yet processed; the longest audio of all, in samples.
         self._todo: deque[MediaPart] = deque()
         self._longest = 0
@@ -156,13 +157,13 @@ class Conversation:
             self._waiting.discard(piece.source)
 
     def advance(self) -> Output | None:
-        if self._pieces is None:
-            self._pieces = self._begin()
+        if self._rendered is None:
+            self._rendered = self._begin()
         if self._todo:
             self._items.append(self._process(self._todo.popleft()))
-        return None if self._todo else self._finish(self._pieces)
+        return None if self._todo else self._finish(self._rendered)
 
-    def _begin(self) -> Pieces:
+    def _begin(self) -> Rendered:
         """Check the conversation and tokenise its text; raises OmniError 400 when there is something missing."""
         if self._prompt is None or not self._prompt.messages:
             raise invalid("There are no messages.", "messages")
@@ -171,11 +172,12 @@ class Conversation:
         sounds = [sound for sound in map(_sound, parts) if sound >= 0]
         self._todo.extend(parts)
         self._longest = max(map(self._media.audio_length, sounds), default=0)
-        pieces = self._model.text.render(messages, _sounded(messages))
+        rendered = self._model.text.render(self._prompt, _sounded(messages))
+        pieces = rendered.pieces
         if [piece for piece in pieces if isinstance(piece, str)] != list(map(kind_of, parts)):
             raise OmniError("the chat template does not show all media in their order", code="load_failed")
         self._check_length(sum(len(piece) for piece in pieces if not isinstance(piece, str)))
-        return pieces
+        return rendered
 
     def _process(self, part: MediaPart) -> Item:
         media, model = self._media, self._model.media
@@ -188,12 +190,14 @@ class Conversation:
             return model.video(frames, fps)
         return model.video_with_sound(frames, fps, media.audio(part.audio), self._longest)
 
-    def _finish(self, pieces: Pieces) -> Output:
+    def _finish(self, rendered: Rendered) -> Output:
         assert self._prompt is not None
-        items = iter(self._items)
+        items, pieces = iter(self._items), rendered.pieces
         ids = list(chain.from_iterable(next(items).ids if isinstance(piece, str) else piece for piece in pieces))
         self._check_length(len(ids))
-        body = Features([item.digest for item in self._items], _sounded(self._prompt.messages))
+        heard, seen = self._model.text.count_media(ids)
+        facts = PromptFacts(heard, seen, rendered.reasoning)
+        body = Features([item.digest for item in self._items], _sounded(self._prompt.messages), facts)
         arrays = {"ids": np.array(ids, np.int64)} | join([item.arrays for item in self._items])
         return Output(self._request_id, 0, 1, True, body, arrays)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from omni_common.errors import OmniError, invalid
-from omni_common.frames import CLIENT, Features, Text
-from omni_common.params import Generation
+from omni_common.frames import CLIENT, Features, PromptFacts, Text
+from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Job, Output, Piece
 from omni_worker.engines.token_text import TokenText
 from omni_worker.engines.torch_arrays import to_numpy, to_torch
@@ -24,6 +24,7 @@ class Answer:
     def __init__(self, job: Job, kind: Kind, detokenize: Callable[[list[int]], str], context: int) -> None:
         if not isinstance(job.params, Generation):
             raise OmniError("this stage takes parameters of a generation", code="invalid_params")
+        check_biases(job.params, kind.vocabulary)
         self.job = job
         self.params = job.params
         self.talkers = tuple(sink for sink in job.sinks if sink != CLIENT)
@@ -36,6 +37,7 @@ class Answer:
         self.finish: Literal["", "stop", "length"] = ""
         #: Of the preprocessor; media are here until vLLM has them.
         self.features: Features | None = None
+        self._facts: PromptFacts | None = None
         self.arrays: dict[str, Tensor] = {}
         self.outputs: deque[Output] = deque()
         #: Sinks that have got their last output.
@@ -52,7 +54,7 @@ class Answer:
 
     def push(self, piece: Piece) -> None:
         if isinstance(piece.body, Features):
-            self.features = piece.body
+            self.features, self._facts = piece.body, piece.body.prompt
             arrays = {name: to_torch(array, torch.device("cpu")) for name, array in piece.arrays.items()}
             if "feature_attention_mask" in arrays:
                 arrays["audio_lengths"] = arrays["feature_attention_mask"].sum(1)
@@ -107,7 +109,8 @@ class Answer:
                 self.finish = "length"
         if self.finish and not self._text.stopped:
             shown += self._text.flush()
-        body = Text(shown, [token], self.finish, len(self.prompt) if self.finish else 0)
+        facts = None if index else self._facts
+        body = Text(shown, [token], self.finish, len(self.prompt) if self.finish else 0, facts)
         self._bodies.append(body)
         if CLIENT in self.job.sinks:
             name = self.job.request_id

@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from omni_common.frames import CLIENT, Features, Text
-from omni_common.params import Generation
+from omni_common.frames import CLIENT, Features, PromptFacts, Text
+from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.sampler import Draw, sample
 from omni_worker.engines.sequence import Sequence, Shape, States, not_finite
@@ -172,11 +172,13 @@ class Answer(Sequence):
     def __init__(self, job: Job, model: Thinker) -> None:
         super().__init__(job)
         assert isinstance(job.params, Generation)
+        check_biases(job.params, model.module.lm_head.out_features)
         self.params = job.params
         self.tokens: list[int] = []
         self.finish: Literal["", "stop", "length"] = ""
         self._model = model
         self._features: Features | None = None
+        self._facts: PromptFacts | None = None
         self._arrays: dict[str, Tensor] = {}
         self._encoded: Encoded | None = None
         #: Of the prompt and the answer.
@@ -193,7 +195,7 @@ class Answer(Sequence):
 
     def push(self, piece: Piece) -> None:
         if isinstance(piece.body, Features):
-            self._features = piece.body
+            self._features, self._facts = piece.body, piece.body.prompt
             self._arrays = {name: to_torch(array, self._model.device) for name, array in piece.arrays.items()}
 
     @property
@@ -269,7 +271,7 @@ class Answer(Sequence):
                 self.finish = "length"
         if self.finish and not self._text.stopped:
             shown += self._text.flush()
-        body = Text(shown, [token], self.finish, self._prompt if self.finish else 0)
+        body = Text(shown, [token], self.finish, self._prompt if self.finish else 0, None if index else self._facts)
         self._bodies.append(body)
         if CLIENT in self.job.sinks:
             name = self.job.request_id
