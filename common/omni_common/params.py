@@ -16,6 +16,14 @@ from omni_common.frames import Params
 #: What every engine's C side can hold.
 INT_MAX = 2**31 - 1
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+#: Far longer than what ends an answer; each is looked for in every piece of text.
+STOP_CHARS = 256
+VoiceName = Annotated[str, Meta(max_length=128)]
+#: `ID:BIAS`: parameters hold no mappings.
+Bias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}:-?[0-9]{1,3}(\.[0-9]{1,20})?$", max_length=36)]
+#: Of one request, as OpenAI has it.
+BIASES = 300
+BIAS_MOST = 100.0
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -31,23 +39,37 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] = 1.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    stop: Annotated[list[str], Meta(max_length=16)] = []
-    stop_token_ids: list[Annotated[int, Meta(ge=0, le=INT_MAX)]] = []
+    stop: Annotated[list[Annotated[str, Meta(max_length=STOP_CHARS)]], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=INT_MAX)]], Meta(max_length=1024)] = []
+    #: What is added to the scores of tokens before anything is chosen; see `biases`.
+    logit_bias: Annotated[list[Bias], Meta(max_length=BIASES)] = []
     ignore_eos: bool = False
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return {int(id_): float(bias) for id_, _, bias in (entry.partition(":") for entry in self.logit_bias)}
+
+
+def check_biases(params: Sampling, vocabulary: int) -> None:
+    """Raises OmniError 400 for a bias of an id that a model of so many tokens has not."""
+    for id_ in params.biases:
+        if id_ >= vocabulary:
+            raise invalid(f"logit_bias: {id_} is no token; the model has the ids 0 to {vocabulary - 1}", "logit_bias")
 
 
 class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
     """Autoregressive text, or the codes of a voice."""
 
     #: Only for stages that speak.
-    voice: str = ""
+    voice: VoiceName = ""
 
 
 class Voiced(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The decoding of a voice's codes."""
 
-    voice: str = ""
+    voice: VoiceName = ""
 
 
 class Recognition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +87,7 @@ class Recognition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Speech(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Text to speech, and the decoding of its latents."""
 
-    voice: str = ""
+    voice: VoiceName = ""
     speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
 
 

@@ -1,13 +1,16 @@
 """From a chat request to what the bus is asked: everything is checked and decoded here, nothing is sent before."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from omni_common.errors import invalid
 from omni_common.frames import Params, Prompt
 from omni_common.pipeline import Pipeline
 from omni_gateway.audio_store import AudioStore
 from omni_gateway.chat_read import Reader
-from omni_gateway.chat_schema import ChatFormat, ChatRequest, VoiceRef, refuse_unsupported
+from omni_gateway.chat_schema import ChatFormat, ChatRequest, LogitBias, VoiceRef, bias_entries, refuse_unsupported
 from omni_gateway.context import AudioForm
 from omni_gateway.endpoint import build_params, find_voice, fresh_seed
 from omni_gateway.errors import quoted
@@ -131,6 +134,17 @@ def _params(request: ChatRequest, pipeline: Pipeline, voice: str | None) -> dict
     for index, (name, entry) in enumerate(zip(pipeline.stages, listed, strict=False)):
         where[name] = f"sampling_params_list[{index}]"
         for key, value in (entry or {}).items():
-            if value is not None:
-                overrides[name][key] = [value] if key == "stop" and isinstance(value, str) else value
+            if key == "stop" and isinstance(value, str):
+                overrides[name][key] = [value]
+            elif key == "logit_bias" and value is not None:
+                overrides[name][key] = _bias_entries(value, f"{where[name]}.{key}")
+            elif value is not None:
+                overrides[name][key] = value
     return build_params(pipeline, pipeline.stages, overrides, where)
+
+
+def _bias_entries(value: Any, where: str) -> list[str | int]:
+    try:
+        return bias_entries(msgspec.convert(value, LogitBias), where)
+    except msgspec.ValidationError:
+        raise invalid(f"{where} must map token ids to numbers", where, code="invalid_type") from None

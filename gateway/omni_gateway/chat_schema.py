@@ -11,8 +11,11 @@ from msgspec import Meta
 
 from omni_common.errors import invalid
 from omni_common.frames import Params
+from omni_common.params import BIAS_MOST, BIASES
 from omni_gateway.errors import quoted
 
+#: Token id -> what is added to its score.
+LogitBias = dict[str, float]
 ChatFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -109,6 +112,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[_Int64] | None = None
     ignore_eos: bool | None = None
+    logit_bias: LogitBias | None = None
     seed: _Int64 | None = None
     # Known, and refused unless they ask for nothing.
     n: Any = None
@@ -121,7 +125,6 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     logprobs: Any = None
     top_logprobs: Any = None
     prompt_logprobs: Any = None
-    logit_bias: Any = None
     web_search_options: Any = None
     media_io_kwargs: Any = None
 
@@ -147,7 +150,21 @@ class ChatRequest(msgspec.Struct, kw_only=True):
             if "" in stop:
                 raise invalid("stop: a stop string must not be empty", "stop")
             params["stop"] = stop
+        if self.logit_bias:
+            params["logit_bias"] = bias_entries(self.logit_bias, "logit_bias")
         return params
+
+
+def bias_entries(biases: dict[str, float], where: str) -> list[str | int]:
+    """`logit_bias` as a parameter, see `omni_common.params`. Raises OmniError 400 for what is no id or no bias."""
+    if len(biases) > BIASES:
+        raise invalid(f"{where} has more than {BIASES} entries", where)
+    for id_, bias in biases.items():
+        if not (id_.isascii() and id_.isdecimal() and len(id_) <= 10):
+            raise invalid(f"{where}: {quoted(id_)} is no token id", where)
+        if not abs(bias) <= BIAS_MOST:
+            raise invalid(f"{where}: the bias of {id_} is not from -{BIAS_MOST:g} to {BIAS_MOST:g}", where)
+    return [f"{id_}:{float(bias):.6f}" for id_, bias in biases.items()]
 
 
 #: Field -> the values that ask for nothing, and may therefore stand there.
@@ -162,7 +179,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "logit_bias": ({},),
     "web_search_options": (),
     "media_io_kwargs": ({},),
 }

@@ -96,7 +96,8 @@ def _decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
-        path = path.rstrip("`")
+        # A value in a mapping, whose key is not told.
+        path = path.rstrip("`").removesuffix("[...]")
         code = "invalid_type" if text.startswith("Expected") else "invalid_value"
         if text.startswith("Expected `array` of length <="):
             code = "array_above_max_length"

@@ -68,6 +68,8 @@ class LlamaServer:
             except RuntimeError as error:
                 raise OmniError(f"llama.cpp cannot load {path}: {error}", code="load_failed") from None
             self._door = os.open(address, os.O_PATH | os.O_CLOEXEC)
+        #: Tokens that there are.
+        self.vocabulary: int = self._ask("GET", "/v1/models")["data"][0]["meta"]["n_vocab"]
         available = self._ask("GET", "/props")["default_generation_settings"]["n_ctx"]
         if available < context:
             self.close()

@@ -21,7 +21,7 @@ import msgspec
 
 from omni_common.errors import OmniError, invalid
 from omni_common.frames import AudioPart, Message, Part, Prompt, Text, TextPart, Transcript
-from omni_common.params import Sampling
+from omni_common.params import Sampling, check_biases
 from omni_worker.engine import Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.llama_server import LlamaServer, Sampled
 from omni_worker.engines.token_text import TokenText
@@ -170,6 +170,7 @@ class Llamacpp:
         if "" in params.stop:
             raise invalid("A stop sequence must not be empty.", "stop")
         assert self._server is not None
+        check_biases(params, self._server.vocabulary)
         text = TokenText(self._server.text, params.stop)
         self._jobs[job.request_id] = _Generation(job, params, text, set(job.sources))
 
@@ -400,8 +401,11 @@ def sampling(params: Sampling, job_seed: int, length: int, index: int) -> dict[s
         "repeat_last_n": index if params.repetition_penalty == 1.0 else length,
         "ignore_eos": params.ignore_eos or index < params.min_tokens,
     }
+    bias: list[list[float | bool]] = [[id_, bias] for id_, bias in params.biases.items()]
     if index < params.min_tokens:
-        request["logit_bias"] = [[token, False] for token in params.stop_token_ids]
+        bias += [[token, False] for token in params.stop_token_ids]
+    if bias:
+        request["logit_bias"] = bias
     if params.temperature == 0.0:
         return request | {"samplers": ["penalties", "top_k"], "top_k": 1}
     return request | {

@@ -1,7 +1,7 @@
 """From logits to tokens, request by request, with random numbers that depend on (seed, stage, index) alone.
 
-The order of the steps is that of transformers' logits processors: penalties, suppression, temperature, top-k, top-p,
-min-p. With temperature 0 the token is the one of the largest logit after penalties and suppression.
+The order of the steps is that of transformers' logits processors: biases, penalties, suppression, temperature, top-k,
+top-p, min-p. With temperature 0 the token is the one of the largest logit after biases, penalties and suppression.
 """
 
 import zlib
@@ -98,12 +98,15 @@ def choose(scores: Tensor, number: Tensor, temperature: Tensor, top_k: Tensor, t
 def _changes_scores(draw: Draw) -> bool:
     params = draw.params
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    return bool(penalties or draw.forbidden)
+    return bool(penalties or params.logit_bias or draw.forbidden)
 
 
 def _penalise(scores: Tensor, draw: Draw) -> None:
     """In place, on [vocabulary]."""
     params = draw.params
+    if params.logit_bias:
+        biases = params.biases
+        scores[list(biases)] += torch.tensor(list(biases.values()), device=scores.device)
     if params.repetition_penalty != 1.0 and draw.seen:
         seen = torch.tensor(sorted(set(draw.seen)), device=scores.device)
         held = scores[seen]

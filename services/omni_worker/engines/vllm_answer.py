@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omni_common.errors import OmniError, invalid
 from omni_common.frames import CLIENT, Features, Text
-from omni_common.params import Generation
+from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Job, Output, Piece
 from omni_worker.engines.token_text import TokenText
 from omni_worker.engines.torch_arrays import to_numpy, to_torch
@@ -24,6 +24,7 @@ class Answer:
     def __init__(self, job: Job, kind: Kind, detokenize: Callable[[list[int]], str], context: int) -> None:
         if not isinstance(job.params, Generation):
             raise OmniError("this stage takes parameters of a generation", code="invalid_params")
+        check_biases(job.params, kind.vocabulary)
         self.job = job
         self.params = job.params
         self.talkers = tuple(sink for sink in job.sinks if sink != CLIENT)

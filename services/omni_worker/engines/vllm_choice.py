@@ -41,7 +41,7 @@ class Choice(msgspec.Struct):
         """The likeliest token, always."""
         params = self.params
         penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        return not (params.temperature or penalties or params.ignore_eos or params.min_tokens)
+        return not (params.temperature or penalties or params.logit_bias or params.ignore_eos or params.min_tokens)
 
 
 @dataclass(slots=True)

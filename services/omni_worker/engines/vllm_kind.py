@@ -57,6 +57,8 @@ class Kind:
     #: Names in vLLM's registry: the model, and what it is made of.
     architectures: list[str]
     end_ids: frozenset[int]
+    #: Tokens that there are.
+    vocabulary: int
     media: Media | None = None
     hearing: Hearing | None = None
 
@@ -73,7 +75,7 @@ def _text(config: Any, checkpoint: Path) -> Kind:
         generation = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
     else:
         generation = GenerationConfig.from_model_config(config)
-    return Kind(list(config.architectures), _ids(generation.eos_token_id))
+    return Kind(list(config.architectures), _ids(generation.eos_token_id), config.get_text_config().vocab_size)
 
 
 def _qwen3_omni(config: Any, prepared: Path) -> Kind:
@@ -84,6 +86,7 @@ def _qwen3_omni(config: Any, prepared: Path) -> Kind:
     return Kind(
         architectures=list(config.architectures),
         end_ids=frozenset([config.im_end_token_id]),
+        vocabulary=thinker.text_config.vocab_size,
         media=_media(Qwen3OmniMoeThinkerForConditionalGeneration, thinker, only_present=False),
         hearing=Hearing(layer, False, specials, GRIDS),
     )
@@ -98,6 +101,7 @@ def _qwen2_5_omni(config: Any, prepared: Path) -> Kind:
         architectures=[*config.architectures, "Qwen2ForCausalLM"],
         # As in the library, where the thinker has no generation config of its own.
         end_ids=_ids(GenerationConfig.from_model_config(thinker).eos_token_id),
+        vocabulary=thinker.text_config.vocab_size,
         media=_media(Qwen2_5OmniThinkerForConditionalGeneration, thinker, only_present=True),
         hearing=Hearing(LAST_NORM, True, specials, (*GRIDS, "use_audio_in_video")),
     )

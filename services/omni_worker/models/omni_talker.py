@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from omni_common.errors import invalid
 from omni_common.frames import Codes, Text
-from omni_common.params import Generation
+from omni_common.params import Generation, check_biases
 from omni_worker.engine import Job, LoadContext, Output, Piece
 from omni_worker.engines.sampler import Draw
 from omni_worker.engines.sequence import Sequence, Shape, States
@@ -88,6 +88,7 @@ class Speech(Sequence, ABC):
     def __init__(self, job: Job, model: Talker) -> None:
         super().__init__(job)
         assert isinstance(job.params, Generation)
+        check_biases(job.params, model.module.codec_head.out_features)
         self.params = job.params
         self.finish: Literal["", "stop", "length"] = ""
         #: What was drawn (of a frame its first group), the end of the speech included.

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from omni_common.frames import CLIENT, Features, Text
-from omni_common.params import Generation
+from omni_common.params import Generation, check_biases
 from omni_worker.engine import Arrays, Failure, Job, LoadContext, Output, Piece
 from omni_worker.engines.sampler import Draw, sample
 from omni_worker.engines.sequence import Sequence, Shape, States
@@ -168,6 +168,7 @@ class Answer(Sequence):
     def __init__(self, job: Job, model: Thinker) -> None:
         super().__init__(job)
         assert isinstance(job.params, Generation)
+        check_biases(job.params, model.module.lm_head.out_features)
         self.params = job.params
         self.tokens: list[int] = []
         self.finish: Literal["", "stop", "length"] = ""

@@ -47,7 +47,10 @@ def test_parameters_become_the_engines_type(engine: str, params: Any, want: AnyP
         ("llamacpp", "repetition_penalty", 0),
         ("llamacpp", "stop", "one string"),
         ("llamacpp", "stop", ["x"] * 17),
+        ("llamacpp", "logit_bias", ["5:1"] * 301),
+        ("llamacpp", "stop_token_ids", [1] * 1025),
         ("llamacpp", "voice", "heart"),
+        ("transformers", "voice", "x" * 129),
         ("recogniser", "language", 3),
         ("onnx", "speed", 0.2),
         ("onnx", "speed", 4.1),
@@ -63,6 +66,9 @@ def test_a_wrong_parameter_is_named(engine: str, key: str, value: Any) -> None:
 
 def test_an_item_is_named_with_its_place() -> None:
     assert refused("llamacpp", {"stop": ["a", 3]}).param == "params.stop[1]"
+    assert refused("llamacpp", {"stop": ["a", "x" * 257]}).param == "params.stop[1]"
+    for wrong in ("5", "x:1", "5:x", "5:1000", "-5:1", "5:nan"):
+        assert refused("llamacpp", {"logit_bias": ["5:-1.5", wrong]}).param == "params.logit_bias[1]"
 
 
 def test_what_is_no_mapping_is_refused() -> None:

@@ -379,23 +379,30 @@ async def test_sampling_parameters_reach_the_thinker(url: str, http: aiohttp.Cli
         "temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "frequency_penalty": 0.25, "presence_penalty": -1,
         "repetition_penalty": 1.5, "ignore_eos": True, "min_tokens": 2, "stop_token_ids": [5],
     }  # fmt: skip
-    status, body = await ask(http, url, **given, stop="END", max_tokens=9, max_completion_tokens=7)
+    status, body = await ask(
+        http, url, **given, stop="END", logit_bias={"9": 0.5}, max_tokens=9, max_completion_tokens=7
+    )
     assert status == 200, body
     thinker = bus.asks[0].params["thinker"]
     assert {key: thinker[key] for key in given} == given
-    assert thinker["stop"] == ["END"] and thinker["max_tokens"] == 7
+    assert thinker["stop"] == ["END"] and thinker["max_tokens"] == 7 and thinker["logit_bias"] == ["9:0.500000"]
     await ask(http, url)
     await ask(http, url)
     assert bus.asks[1].seed != bus.asks[2].seed
 
 
 async def test_sampling_params_list(url: str, http: aiohttp.ClientSession, bus: RigBus) -> None:
-    listed = [None, {"temperature": 0.3, "stop": "x", "seed": 5, "top_k": None}, {"speed": 1.5}]
+    listed = [
+        None,
+        {"temperature": 0.3, "stop": "x", "seed": 5, "top_k": None, "logit_bias": {"7": -1}},
+        {"speed": 1.5},
+    ]
     status, body = await ask(http, url, **SPOKEN, sampling_params_list=listed, temperature=0.9, max_tokens=11)
     assert status == 200, body
     params = bus.asks[0].params
     assert params["thinker"]["temperature"] == 0.3, "the list goes over the fields"
     assert params["thinker"]["max_tokens"] == 11 and params["thinker"]["stop"] == ["x"]
+    assert params["thinker"]["logit_bias"] == ["7:-1.000000"]
     assert params["talker"] == {"voice": "heart", "speed": 1.5}
 
 
@@ -458,7 +465,14 @@ async def test_sampling_params_list(url: str, http: aiohttp.ClientSession, bus: 
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": "true"}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias"),
+        ({"sampling_params_list": [{}, {"logit_bias": {"5": -101}}]}, "sampling_params_list[1].logit_bias"),
+        ({"sampling_params_list": [{}, {"logit_bias": ["5:1"]}]}, "sampling_params_list[1].logit_bias"),
+        ({"stop": ["x" * 257]}, "stop[0]"),
         ({"sampling_params_list": {}}, "sampling_params_list"),
         ({"sampling_params_list": [{}] * 5}, "sampling_params_list"),
         ({"sampling_params_list": [{}, {"temprature": 1}]}, "sampling_params_list[1].temprature"),

@@ -259,6 +259,19 @@ def test_stop_strings_and_tokens(rig: Rig) -> None:
 
 
 @pytest.mark.embedded
+def test_biases_change_what_is_said_and_ids_that_there_are_not_are_refused(rig: Rig) -> None:
+    question = "What is the capital of Japan?"
+    plain = rig.solo(question, Sampling(max_tokens=2))
+    biased = rig.solo(question, Sampling(max_tokens=2, logit_bias=["1000:100", f"{plain.ids[1]}:0.5"]))
+    assert biased.ids == [1000, 1000]
+    assert rig.solo(question, Sampling(max_tokens=2, logit_bias=[f"{plain.ids[0]}:-100"])).ids[0] != plain.ids[0]
+    assert rig.engine._server is not None and rig.engine._server.vocabulary == 49152
+    with pytest.raises(OmniError) as caught:
+        rig.add("a", Sampling(logit_bias=["49152:1"]))
+    assert (caught.value.status, caught.value.param) == (400, "logit_bias")
+
+
+@pytest.mark.embedded
 def test_the_end_can_be_kept_away(rig: Rig) -> None:
     params = Sampling(max_tokens=16, min_tokens=12)
     answer = rig.solo("What is the capital of Japan?", params)
