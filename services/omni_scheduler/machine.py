@@ -264,7 +264,9 @@ class Scheduler:
     def _bye(self, peer: Peer, bye: Bye, now: float) -> list[Send]:
         answer = Send(peer.incarnation, Bye("goodbye"))
         if peer.placed or peer.hello.role == "gateway":
-            return [answer, *self.gone(peer.incarnation, f"left: {bye.reason}", now, left=True)]
+            # An engine that broke in a step leaves too, and what it worked on may be why: that is a death.
+            left = peer.state.state != "failed"
+            return [answer, *self.gone(peer.incarnation, f"left: {bye.reason}", now, left=left)]
         del self.fleet.peers[peer.incarnation]
         self.changed = True
         log.info("%s has left: %s", peer.name, bye.reason)

@@ -187,6 +187,22 @@ def test_a_goodbye_makes_nobody_a_suspect() -> None:
         assert system.phase is Phase.RUNNING and not system.machine.fleet.peers[name].alone
 
 
+def test_an_engine_that_breaks_again_and_again_makes_its_request_a_suspect() -> None:
+    """Its worker says goodbye, but in no order: the request must not wear out one replica after the other."""
+    system = full_system()
+    system.submits()
+    for name in ("w2b", "w2c", "w2d"):
+        holder = next(peer.incarnation for peer in system.machine.fleet.of_stage("second"))
+        assert not system.got("gate", Failed)
+        system.says(holder, State("failed", "IndexError: index out of range"))
+        system.says(holder, Bye("stage second failed"))
+        system.joins(name, "second")
+        system.answers("gate", position=0)
+    (failed,) = system.got("gate", Failed)
+    assert (failed.code, failed.stage, failed.status) == ("poison_request", "second", 500)
+    assert not system.got("w2d", Place)
+
+
 def restarted(system: System, holding: dict[str, str]) -> System:
     """A new scheduler to which workers come with what they hold: worker -> stage."""
     fresh = System()
