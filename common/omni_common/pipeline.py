@@ -27,6 +27,11 @@ class Stage(Node):
     model: str = ""
     #: Stages that feed this one (the client is named in `tasks`).
     inputs: list[Name] = []
+    #: False: begin when an input is complete, not with its first chunk; or so for some inputs, as `{thinker: false}`.
+    #: Unset: as the pipeline has it. What comes out is the same either way.
+    stream: bool | dict[Name, bool] | None = None
+    #: Most memory for what one request's inputs have brought and still wait for.
+    hold_mib: Annotated[int, Meta(ge=1, le=65536)] = 256
     #: Worker processes that the supervisor starts.
     replicas: Annotated[int, Meta(ge=0, le=64)] = 1
     #: Requests at a time in one replica.
@@ -98,8 +103,7 @@ class Voice(Node):
 
 
 class Formats(Node):
-    """How the model of the text stage writes what is not for reading, see `formats.py`. Empty: it writes no such thing.
-    """
+    """How the model of the text stage writes what is not for reading, see `formats.py`. Empty: it writes no such thing."""
 
     #: Calls of tools. Without it requests with tools are refused.
     tools: Literal["", "hermes"] = ""
@@ -116,6 +120,8 @@ class Pipeline(Node):
     description: str = ""
     limits: Limits = msgspec.field(default_factory=Limits)
     formats: Formats = msgspec.field(default_factory=Formats)
+    #: Whether stages take each other's output as it comes, see `Stage.stream`. The client's answer streams either way.
+    stream: bool = True
     #: Sample rate of audio output, in Hz.
     audio_rate: Annotated[int, Meta(ge=8000, le=192_000)] = 24_000
     voices: list[Voice] = []
@@ -127,6 +133,13 @@ class Pipeline(Node):
     def edges(self) -> list[tuple[str, str]]:
         """Every (producer, consumer) pair between stages."""
         return [(source, name) for name, stage in self.stages.items() for source in stage.inputs]
+
+    def held(self, stage: str) -> frozenset[str]:
+        """Inputs that `stage` takes only when they are complete."""
+        inputs, said = self.stages[stage].inputs, self.stages[stage].stream
+        if isinstance(said, dict):
+            return frozenset(source for source in inputs if not said.get(source, self.stream))
+        return frozenset() if (self.stream if said is None else said) else frozenset(inputs)
 
     def plan(self, task: str, inputs: Sequence[str], outputs: Sequence[str]) -> "Plan":
         """The part of the graph that a request needs: stages on a path from a present input to a wanted output.

@@ -17,7 +17,18 @@ from omni_common.pipeline import Pipeline
 from omni_common.yaml_marks import Node
 
 #: Settings of a stage that its processes have but once, so pipelines that share the stage must agree on them.
-PROCESS_SETTINGS = ("engine", "model", "options", "replicas", "slots", "threads", "arena_mib", "stall_s", "load_s")
+PROCESS_SETTINGS = (
+    "engine",
+    "model",
+    "options",
+    "replicas",
+    "slots",
+    "threads",
+    "arena_mib",
+    "hold_mib",
+    "stall_s",
+    "load_s",
+)
 #: Engines that render what `formats` speaks of.
 FORMATTING = ("processor", "fake")
 
@@ -68,6 +79,12 @@ def check_together(loaded: Collection[tuple[Node, Pipeline]]) -> Iterator[str]:
                             f"`{other.name}`, which shares the stage, has {theirs!r} "
                             f"({other_tree.at_path('stages', name, key).at})"
                         )
+                shared = set(pipeline.stages[name].inputs) & set(other.stages[name].inputs)
+                for source in sorted(shared & (pipeline.held(name) ^ other.held(name))):
+                    yield (
+                        f"{tree.at_path('stages', name, 'stream').at}: stages.{name}.stream: `{source}` streams in one "
+                        f"of `{pipeline.name}` and `{other.name}`, which share the stage, and not in the other"
+                    )
 
 
 def _types(node: Node, kind: Any, path: tuple[str, ...]) -> Iterator[str]:
@@ -140,6 +157,9 @@ def _graph(tree: Node, pipeline: Pipeline) -> Iterator[str]:
                 yield wrong(f"no stage `{source}`{suggest(source, stages)}", "stages", name, "inputs")
             elif count > 1:
                 yield wrong(f"`{source}` stands {count} times", "stages", name, "inputs")
+        for source in stage.stream if isinstance(stage.stream, dict) else ():
+            if source not in stage.inputs:
+                yield wrong(f"no input `{source}`{suggest(source, stage.inputs)}", "stages", name, "stream", source)
     for task, spec in pipeline.tasks.items():
         for side, ends in (("input", spec.input), ("output", spec.output)):
             if not ends:

@@ -135,11 +135,15 @@ def _keep_only(base: Node, only: Node) -> Node:
         raise PipelineError(problems or [f"{only.at}: only: names no stage{suggest('', stages)}"])
 
     def without_dropped(stage: Node) -> Node:
-        inputs = stage.members().get("inputs")
-        if inputs is None or not isinstance(inputs.value, list):
-            return stage
-        kept = Node([node for node in inputs.value if str(node.value) in names], inputs.at, inputs.key_at)
-        return Node({**stage.members(), "inputs": kept}, stage.at, stage.key_at)
+        inputs, stream = stage.members().get("inputs"), stage.members().get("stream")
+        members = dict(stage.members())
+        if inputs is not None and isinstance(inputs.value, list):
+            kept = [node for node in inputs.value if str(node.value) in names]
+            members["inputs"] = Node(kept, inputs.at, inputs.key_at)
+        if stream is not None and isinstance(stream.value, dict):
+            streams = {source: node for source, node in stream.value.items() if source in names}
+            members["stream"] = Node(streams, stream.at, stream.key_at)
+        return Node(members, stage.at, stage.key_at) if isinstance(stage.value, dict) else stage
 
     members = {key: node for key, node in base.members().items() if key != "tasks"}
     old = members["stages"]

@@ -6,9 +6,15 @@ from omni_common.pipeline import Pipeline
 def describe(pipeline: Pipeline) -> str:
     """Stages with their inputs and settings, then what clients can ask for and which way it goes."""
     lines = [f"{pipeline.name}: {pipeline.description}".rstrip(": "), "  stages"]
-    entries = {stage: f"client ({kind})" for task in pipeline.tasks.values() for kind, stage in task.input.items()}
+    entries: dict[str, list[str]] = {}
+    for task in pipeline.tasks.values():
+        for kind, entry in task.input.items():
+            kinds = entries.setdefault(entry, [])
+            kinds += [kind] if kind not in kinds else []
     for name, stage in pipeline.stages.items():
-        sources = [*stage.inputs, *([entries[name]] if name in entries else [])]
+        held = pipeline.held(name)
+        inputs = [f"{source} (whole)" if source in held else source for source in stage.inputs]
+        sources = [*inputs, *([f"client ({', '.join(entries[name])})"] if name in entries else [])]
         engine = f"{stage.engine}({stage.model})" if stage.model else stage.engine
         replicas = f"{stage.replicas} x {stage.slots} slots"
         lines.append(f"    {name:<12} {engine:<28} {replicas:<16} <- {', '.join(sources)}")

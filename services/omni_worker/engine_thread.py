@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from omni_common.errors import OmniError
 from omni_common.frames import Tensor
 from omni_worker.engine import Arrays, Engine, Failure, Job, LoadContext, Output, Piece
+from omni_worker.whole_inputs import WholeInputs
 
 log = logging.getLogger("omni.worker")
 
@@ -89,7 +90,7 @@ Result = Published | Failure | Used | Dropped | Loaded | Broken
 
 class EngineThread:
     """`publish` is Node.publish; `on_results(list)` and `on_starved()` (the arena is full) run on the
-    loop."""
+    loop; `inputs` keeps what the engine is to get when it is complete."""
 
     def __init__(
         self,
@@ -97,11 +98,13 @@ class EngineThread:
         publish: Callable[[str, Arrays, int], dict[str, Tensor] | None],
         on_results: Callable[[list[Result]], None],
         on_starved: Callable[[], object],
+        inputs: WholeInputs,
     ) -> None:
         self._engine = engine
         self._publish = publish
         self._on_results = on_results
         self._on_starved = on_starved
+        self._inputs = inputs
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._results: deque[Result] = deque()
@@ -210,16 +213,22 @@ class EngineThread:
         if isinstance(command, Add):
             job = command.job
             self._open[job.request_id] = set(job.sinks)
+            self._inputs.drop(job.request_id)
             self._guard(job.request_id, lambda: self._engine.add(job))
         elif isinstance(command, Push):
             if command.request_id in self._open:
-                self._guard(command.request_id, lambda: self._engine.push(command.request_id, command.piece))
+                self._guard(command.request_id, lambda: self._push(command))
             self._tell(Used(command.request_id, command.edge, command.nbytes))
         elif isinstance(command, Drop):
             self._open.pop(command.request_id, None)
             self._starved = deque(output for output in self._starved if output.request_id != command.request_id)
+            self._inputs.drop(command.request_id)
             self._engine.cancel(command.request_id)
             self._tell(Dropped(command.request_id))
+
+    def _push(self, push: Push) -> None:
+        for piece in self._inputs.take(push.request_id, push.piece, push.nbytes):
+            self._engine.push(push.request_id, piece)
 
     def _guard(self, request_id: str, act: Callable[[], None]) -> None:
         """An input that an engine cannot take fails its request, not the stage."""
@@ -233,6 +242,7 @@ class EngineThread:
 
     def _fail(self, failure: Failure) -> None:
         if self._open.pop(failure.request_id, None) is not None:
+            self._inputs.drop(failure.request_id)
             self._engine.cancel(failure.request_id)
             self._tell(failure)
 

@@ -49,6 +49,11 @@ def find_stage(common: Common, name: str) -> Stage:
     raise OmniError(f"no stage {name!r} in {', '.join(common.pipelines)}; there are {', '.join(known)}")
 
 
+def held_inputs(common: Common, name: str) -> frozenset[str]:
+    """Inputs of the stage that it takes when they are complete; pipelines that share it agree on those they share."""
+    return frozenset[str]().union(*(p.held(name) for p in common.pipelines.values() if name in p.stages))
+
+
 def limit_threads(stage: Stage) -> None:
     """Keep numeric libraries to the stage's threads: numpy's, which is loaded, and those that engines load later."""
     threadpool_limits(stage.threads)
@@ -62,7 +67,9 @@ async def serve(arguments: argparse.Namespace, common: Common, stop: Stop) -> No
     limit_threads(stage)
     name = arguments.name or default_name(arguments.stage)
     engine = make_engine(stage.engine)
-    worker = Worker(common.run, name, arguments.stage, stage, engine, str(arguments.models or models_dir()), stop)
+    models = str(arguments.models or models_dir())
+    held = held_inputs(common, arguments.stage)
+    worker = Worker(common.run, name, arguments.stage, stage, engine, models, stop, held)
     await worker.serve()
 
 

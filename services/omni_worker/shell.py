@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from omni_common.errors import OmniError
@@ -51,6 +51,7 @@ from omni_worker.engine_thread import (
     Result,
     Used,
 )
+from omni_worker.whole_inputs import WholeInputs
 
 log = logging.getLogger("omni.worker")
 
@@ -65,10 +66,18 @@ LOADING_REPORT_S = 0.2
 
 
 class Worker:
-    """One replica of one stage."""
+    """One replica of one stage. `held`: inputs that it takes when they are complete."""
 
     def __init__(
-        self, run: RunDir, name: str, stage_name: str, stage: Stage, engine: Engine, models: str, stop: Stop
+        self,
+        run: RunDir,
+        name: str,
+        stage_name: str,
+        stage: Stage,
+        engine: Engine,
+        models: str,
+        stop: Stop,
+        held: Set[str] = frozenset(),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._name = name
@@ -91,7 +100,8 @@ class Worker:
         self._node = Node(
             self._context, run, self._incarnation, stage.arena_mib << 20, self._on_piece, self._on_room, self._on_gap
         )
-        self._thread = EngineThread(engine, self._node.publish, self._on_results, self._node.evict)
+        inputs = WholeInputs(held, stage.hold_mib << 20)
+        self._thread = EngineThread(engine, self._node.publish, self._on_results, self._node.evict, inputs)
         self._node.arena.on_free.append(self._thread.wake)
         self._member = Member(
             self._context,

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +155,63 @@ async def test_stages_of_a_spoken_answer_die_and_the_sound_is_the_same(victims: 
         assert text_of(events) == text_of(undisturbed)
         np.testing.assert_array_equal(sound_of(events), sound_of(undisturbed))
         assert rig.link.fleet.failed == 0
+        await rig.idle()
+
+
+#: Far more than the edge's credit and the talker's arena; the last stage begins when all of it is there.
+WHOLE = """
+name: whole
+stages:
+  thinker: {engine: fake, model: echo, options: {step_s: 0.002}}
+  talker: {engine: fake, model: tone, inputs: [thinker], arena_mib: 1, options: {rate: 192000}}
+  finisher: {engine: fake, model: identity, inputs: [talker], stream: false, options: {notes: NOTES}}
+tasks:
+  chat:
+    input: {text: thinker}
+    output: {text: thinker, audio: finisher}
+"""
+
+
+@pytest.mark.parametrize("victims", [(), ("finisher",), ("talker",), ("talker", "finisher")])
+async def test_a_stage_that_waits_for_whole_inputs_says_the_same(victims: tuple[str, ...], tmp_path: Path) -> None:
+    """Also when it dies with a part of them, or who makes them does."""
+    file, notes = tmp_path / "whole.yaml", tmp_path / "notes"
+    file.write_text(WHOLE.replace("NOTES", str(notes)))
+    async with running(str(file), "stages.finisher.stream=true") as rig:
+        ask = rig.ask(" ".join(f"{number}" for number in range(300)), ("text", "audio"))
+        streamed = await rig.answer(ask)
+    shutil.rmtree(notes)
+    # A consumer's successor needs again what its arena then must still hold, as with any edge.
+    arena = ("stages.talker.arena_mib=64",) if "finisher" in victims else ()
+    async with running(str(file), *arena) as rig:
+        for stage in victims:
+            rig.worker(stage, f"{stage}-b")
+        await until(lambda: all(rig.ready(stage) == 2 for stage in victims))
+        stream = await rig.link.submit(ask)
+        events: list[Event] = []
+        async for event in stream:
+            events.append(event)
+            if len(events) == 150:
+                await until(lambda: any("job" in file.read_text() for file in notes.glob("*.log")))
+                for stage in victims:
+                    await until(lambda stage=stage: any(replica.running for replica in rig.replicas(stage)))
+                    rig.kill(next(replica.name for replica in rig.replicas(stage) if replica.running))
+        await stream.aclose()
+        first = next(number for number, event in enumerate(events) if event.modality == "audio")
+        assert first > 150, "the sound began before the text had ended"
+        assert text_of(events) == text_of(streamed)
+        np.testing.assert_array_equal(sound_of(events), sound_of(streamed))
+        assert rig.link.fleet.failed == 0
+        await rig.idle()
+
+
+async def test_whole_inputs_beyond_the_stages_memory_are_an_error_that_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "whole.yaml"
+    file.write_text(WHOLE.replace("NOTES", str(tmp_path / "notes")))
+    async with running(str(file), "stages.finisher.hold_mib=1") as rig:
+        with pytest.raises(OmniError, match="output of talker takes more than 1 MiB.*raise the stage's hold_mib"):
+            await rig.answer(rig.ask(" ".join(["x"] * 300), ("audio",)))
+        await rig.answer(rig.ask("short", ("audio",)))
         await rig.idle()
 
 

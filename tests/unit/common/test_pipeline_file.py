@@ -419,3 +419,46 @@ def test_reading_pipelines_imports_no_model_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# --------------------------------------------------------------------------------------------------------- streaming
+
+
+def test_streaming_is_switched_off_for_a_pipeline_a_stage_or_an_edge(folder: Folder) -> None:
+    def held(*overrides: str) -> tuple[set[str], set[str]]:
+        pipeline = one(str(folder.path / "chat.yaml"), *overrides)
+        return set(pipeline.held("thinker")), set(pipeline.held("talker"))
+
+    assert held() == (set(), set())
+    assert held("stream=false") == (set(), {"thinker"})
+    assert held("stages.talker.stream=false") == (set(), {"thinker"})
+    assert held("stages.talker.stream.thinker=false") == (set(), {"thinker"})
+    assert held("stream=false", "stages.talker.stream=true") == (set(), set())
+    assert held("stream=false", "stages.talker.stream.thinker=true") == (set(), set())
+    assert held("stream=false", "stages.talker.stream={}") == (set(), {"thinker"})
+
+
+def test_a_wrong_edge_is_named(folder: Folder) -> None:
+    file = folder.edit("inputs: [thinker]", "inputs: [thinker]\n    stream: {thinkr: false}")
+    assert problems(file) == [
+        "chat.yaml:10:22: stages.talker.stream.thinkr: no input `thinkr`; did you mean `thinker`?"
+    ]
+    file = folder.edit("inputs: [thinker]", "inputs: [thinker]\n    stream: later")
+    assert problems(file)[0].startswith("chat.yaml:10:13: stages.talker.stream: expected `bool | object | null`")
+
+
+def test_a_stage_of_two_pipelines_waits_in_both_or_in_none(folder: Folder) -> None:
+    """Where it has the input in both; an edge that `only` drops is no contradiction."""
+    chat = folder.edit("inputs: [thinker]", "inputs: [thinker]\n    stream: {thinker: false}")
+    alone = folder.write(
+        "alone.yaml",
+        """\
+        base: chat.yaml
+        only: [talker]
+        tasks: {speech: {input: {text: talker}, output: {audio: talker}}}
+        """,
+    )
+    assert {len(pipeline.held("talker")) for pipeline in load_pipelines([chat, alone]).values()} == {0, 1}
+    twin = folder.write("twin.yaml", "base: chat.yaml\nstages: {talker: {stream: true}}\n")
+    (found,) = problems([chat, twin])
+    assert "stages.talker.stream: `thinker` streams in one of `twin` and `chat`" in found

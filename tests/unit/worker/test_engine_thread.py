@@ -23,6 +23,10 @@ from omni_worker.engine_thread import (
     Result,
     Used,
 )
+from omni_worker.whole_inputs import PIECE_BYTES, WholeInputs
+
+#: Bytes of one request's inputs that may wait for their end.
+LIMIT = 1 << 20
 
 
 class HandEngine:
@@ -35,6 +39,7 @@ class HandEngine:
     def __init__(self) -> None:
         self.ready: list[Output | Failure] = []
         self.told: list[tuple[str, str]] = []
+        self.pieces: list[Piece] = []
         self.seen_blocked: Set[str] = set()
         self.broken: Exception | None = None
         self.load_error: Exception | None = None
@@ -59,6 +64,7 @@ class HandEngine:
 
     def push(self, request_id: str, piece: Piece) -> None:
         self.told.append(("push", request_id))
+        self.pieces.append(piece)
 
     def cancel(self, request_id: str) -> None:
         self.told.append(("cancel", request_id))
@@ -86,7 +92,8 @@ class Bench:
         self.room = 1000
         self.too_large = False
         self.starved = 0
-        self.thread = EngineThread(self.engine, self.publish, self.results.extend, self.starve)
+        self.inputs = WholeInputs(frozenset({"whole"}), LIMIT)
+        self.thread = EngineThread(self.engine, self.publish, self.results.extend, self.starve, self.inputs)
 
     def starve(self) -> None:
         self.starved += 1
@@ -146,6 +153,53 @@ async def test_input_after_the_end_gives_its_credit_back_and_disturbs_nobody(ben
     bench.thread.send(Push("r", "client>x", Piece("client", 0, 1, True, None), 7))
     await until(lambda: bool(bench.of(Used)))
     assert ("push", "r") not in bench.engine.told
+
+
+def whole(number: int, last: bool = False, **arrays: np.ndarray) -> Push:
+    return Push("r", "whole>x", Piece("whole", number, number + 1, last, Text(str(number)), arrays), 100)
+
+
+async def test_an_input_that_does_not_stream_comes_when_it_is_complete_and_blocks_nobody(bench: Bench) -> None:
+    """Credit comes back at once, and nothing of the producer's memory is kept."""
+    lent = np.arange(4)
+    bench.add("r")
+    for number in range(3):
+        bench.thread.send(whole(number, x=lent))
+    bench.thread.send(Push("r", "client>x", Piece("client", 0, 1, True, None), 0))
+    await until(lambda: len(bench.of(Used)) == 4)
+    assert [piece.source for piece in bench.engine.pieces] == ["client"]
+    lent[:] = 9
+    bench.thread.send(whole(3, last=True))
+    await until(lambda: len(bench.engine.pieces) == 5)
+    held = bench.engine.pieces[1:]
+    assert [(piece.start, piece.last) for piece in held] == [(0, False), (1, False), (2, False), (3, True)]
+    assert all(np.array_equal(piece.arrays["x"], np.arange(4)) for piece in held[:3])
+
+
+async def test_an_input_that_does_not_stream_has_a_limit(bench: Bench) -> None:
+    bench.add("r")
+    pieces = LIMIT // (PIECE_BYTES + 100) + 1
+    for number in range(pieces - 1):
+        bench.thread.send(whole(number))
+    await until(lambda: len(bench.of(Used)) == pieces - 1)
+    assert not bench.of(Failure)
+    bench.thread.send(whole(pieces - 1))
+    bench.thread.send(whole(pieces, last=True))
+    await until(lambda: len(bench.of(Used)) == pieces + 1)
+    (failure,) = bench.of(Failure)
+    assert failure.code == "input_too_large" and "the output of whole takes more than 1 MiB" in failure.message
+    assert not bench.engine.pieces and not bench.thread._inputs._kept
+
+
+async def test_a_request_that_is_dropped_or_begins_anew_has_no_inputs_of_before(bench: Bench) -> None:
+    for again in (Drop("r"), Add(Job("r", 1, NoParams(), ("whole",), ("client",)))):
+        bench.add("r")
+        bench.thread.send(whole(0))
+        bench.thread.send(again)
+        bench.add("r")
+        bench.thread.send(whole(1, last=True))
+    await until(lambda: len(bench.engine.pieces) == 2)
+    assert [piece.start for piece in bench.engine.pieces] == [1, 1]
 
 
 async def test_a_full_arena_delays_only_its_request_and_keeps_the_order(bench: Bench) -> None:
