@@ -103,7 +103,7 @@ class Voice(Node):
 
 
 class Formats(Node):
-    """How the model of the text stage writes what is not for reading, see `formats.py`. Empty: it writes no such thing."""
+    """How the model of the text stage writes what is not for reading, see `formats.py`. Empty: it does not."""
 
     #: Calls of tools. Without it requests with tools are refused.
     tools: Literal["", "hermes"] = ""
