@@ -38,6 +38,9 @@ _HIGHEST_OWN = 48_000
 _PACKETS_PER_SECOND = 1_000
 #: Shorter than any recogniser can use; a file without a single frame ends here too.
 _MIN_SECONDS = 0.01
+#: Full scale is 1. Samples of 16 bits that somebody stored as floats are understood by models all the same; still
+#: larger ones become features that are no numbers.
+_LOUDEST = 2.0**16
 
 
 async def decode_audio(
@@ -148,6 +151,8 @@ class _Job:
             raise _bad("it is damaged, or ends before the length that it states", self.param)
         if not np.isfinite(samples).all():
             raise _bad("it holds samples that are not numbers", self.param)
+        if np.abs(samples).max() > _LOUDEST:
+            raise _bad("its samples are far beyond full scale", self.param)
         return samples
 
     def _too_long(self) -> OmniError:

@@ -33,6 +33,8 @@ _CONTAINERS = "mov,mp4,matroska,webm,ogg,avi,mpegts"
 #: There a lost packet is part of life, and a file has no end that it must reach.
 _SELF_SYNCHRONISING = {"mpegts", "ogg"}
 _CODECS = "h264,hevc,av1,libdav1d,libaom-av1,vp8,vp9,libvpx,libvpx-vp9,mpeg4,mpeg1video,mpeg2video,h263,mjpeg,theora"
+#: Seconds of sound that every video with sound has.
+_LEAST_SOUND_S = 0.1
 #: Most packets a second; more are made to keep the reader busy.
 _PACKETS_PER_SECOND = 1_000
 #: What a second of video may cost, in pixels to decode: those of 1080p at 60 frames a second.
@@ -80,12 +82,15 @@ async def decode_video(
     if sound_s is None:
         return DecodedVideo(frames, fps, EMPTY)
     sound = await decode_audio(data, max_seconds=sound_s, max_bytes=limits.max_bytes, rate=rate, param=param)
-    return DecodedVideo(frames, fps, _aligned(sound, round(lead_s * rate)))
+    return DecodedVideo(frames, fps, _aligned(sound, lead_s, rate))
 
 
-def _aligned(sound: Samples, lead: int) -> Samples:
-    """`sound` that begins `lead` samples after the pictures (or before them), as if both began together."""
-    return np.concatenate([np.zeros(lead, np.float32), sound]) if lead > 0 else sound[-lead:]
+def _aligned(sound: Samples, lead_s: float, rate: int) -> Samples:
+    """`sound` that begins `lead_s` seconds after the pictures (or before them), as if both began together."""
+    lead = round(lead_s * rate)
+    aligned = np.concatenate([np.zeros(lead, np.float32), sound]) if lead > 0 else sound[-lead:]
+    # No model hears nothing at all: a sound that ended before the pictures began is silence.
+    return np.pad(aligned, (0, max(0, round(_LEAST_SOUND_S * rate) - len(aligned))))
 
 
 @dataclass(slots=True)

@@ -114,27 +114,29 @@ async def test_the_form_route_refuses_what_is_no_form_alike(
 
 
 ROUTES = {
-    CHAT: "POST",
-    SPEECH: "POST",
-    TRANSCRIPTIONS: "POST",
-    "/v1/models": "GET",
-    "/v1/models/embedded": "GET",
-    "/v1/audio/voices": "GET",
-    "/v1/audio/models": "GET",
-    "/health": "GET",
-    "/health/live": "GET",
-    "/health/ready": "GET",
-    "/metrics": "GET",
+    CHAT: {"POST"},
+    SPEECH: {"POST"},
+    "/v1/audio/speech/batch": {"POST"},
+    TRANSCRIPTIONS: {"POST"},
+    "/v1/models": {"GET"},
+    "/v1/models/embedded": {"GET"},
+    "/v1/audio/voices": {"GET", "POST"},
+    "/v1/audio/voices/name": {"DELETE"},
+    "/v1/audio/models": {"GET"},
+    "/health": {"GET"},
+    "/health/live": {"GET"},
+    "/health/ready": {"GET"},
+    "/metrics": {"GET"},
 }
 
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_the_wrong_method_is_405_everywhere(url: str, http: aiohttp.ClientSession, path: str) -> None:
     """B021"""
-    for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - {ROUTES[path]}:
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - ROUTES[path]:
         async with http.request(method, url + path) as response:
             assert (await check_error(response, 405))["code"] == "method_not_allowed"
-            assert ROUTES[path] in response.headers["Allow"]
+            assert ROUTES[path] <= set(response.headers["Allow"].split(","))
 
 
 async def test_an_unknown_route_is_404_whatever_its_name_holds(url: str, http: aiohttp.ClientSession) -> None:

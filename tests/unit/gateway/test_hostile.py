@@ -188,7 +188,7 @@ async def test_a_body_of_very_many_values_is_not_decoded(
     head = json.dumps(HI).encode()[:-1] + b',"logit_bias":['
     await refusal(http, url + CHAT, head + value * 1000 + b"0]}", JSON, 413, "body_too_large")
     # Few enough: decoded, and refused for what it is.
-    await refusal(http, url + CHAT, head + value * 300 + b"0]}", JSON, 400, "unsupported_parameter")
+    await refusal(http, url + CHAT, head + value * 300 + b"0]}", JSON, 400, "invalid_type")
 
 
 # --------------------------------------------------------------------------------------------------------------- forms

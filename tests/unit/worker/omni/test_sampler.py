@@ -152,7 +152,12 @@ def test_frequency_and_presence_penalties(seed: Any, written: Any, frequency: An
 
 
 def answering(**params: Any) -> Answer:
-    model = SimpleNamespace(detokenize=lambda ids: "x" * len(ids), end_ids=frozenset([END]), context=4096)
+    model = SimpleNamespace(
+        detokenize=lambda ids: "x" * len(ids),
+        end_ids=frozenset([END]),
+        context=4096,
+        module=SimpleNamespace(lm_head=torch.nn.Linear(1, WIDTH)),
+    )
     return Answer(Job("a", 1, Generation(**params), ("preprocessor",), (CLIENT,)), model)  # type: ignore[arg-type]
 
 
