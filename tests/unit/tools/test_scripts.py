@@ -18,6 +18,7 @@ LOCKS = {
     for name in (
         "requirements.lock",
         "requirements-transformers.lock",
+        "requirements-vllm.lock",
         "requirements-test.lock",
         "requirements-openai2.lock",
     )
@@ -111,6 +112,19 @@ def test_installing_again_does_nothing_until_a_lock_changes(checkout: Checkout) 
     assert checkout.asked("-m venv") == 1
 
 
+def test_vllm_brings_the_engines_on_pytorch(checkout: Checkout) -> None:
+    checkout.working_python()
+    assert checkout.run("tools/install", "vllm")[0] == 0
+    assert checkout.asked("--require-hashes -r requirements-vllm.lock") == 1
+    for kind in ("run", "transformers", "vllm"):
+        assert checkout.run("tools/install", kind) == (0, "", "")
+    with (checkout.path / "requirements-vllm.lock").open("a") as file:
+        file.write("# changed\n")
+    assert checkout.run("tools/install", "transformers") == (0, "", "")
+    assert checkout.run("tools/install", "vllm")[0] == 0
+    assert checkout.asked("--require-hashes -r requirements-vllm.lock") == 2
+
+
 def test_an_interrupted_install_is_done_again(checkout: Checkout) -> None:
     checkout.working_python()
     failing = checkout.bin / "python3.11"
@@ -166,10 +180,12 @@ def test_the_locks_fit_the_project_and_each_other() -> None:
     extras = project["project"]["optional-dependencies"]
     run = [*project["project"]["dependencies"], *extras["embedded"], *project["dependency-groups"]["build"]]
     torch = [*project["project"]["dependencies"], *extras["transformers"]]
+    vllm = [*torch, *extras["vllm"]]
     for lock, wanted in (
         ("requirements.lock", run),
         ("requirements-test.lock", run + extras["test"]),
         ("requirements-transformers.lock", torch),
+        ("requirements-vllm.lock", vllm),
     ):
         have = pins(lock)
         for requirement in map(Requirement, wanted):
@@ -179,5 +195,6 @@ def test_the_locks_fit_the_project_and_each_other() -> None:
     # The one lock is for every Python, and may have a package in several versions.
     together = set(PIN.findall(LOCKS["requirements-test.lock"]))
     names = {name for name, _ in together}
-    torch_pins = pins("requirements-transformers.lock").items()
-    assert [pin for pin in torch_pins if pin[0] in names and pin not in together] == []
+    for lock in ("requirements-transformers.lock", "requirements-vllm.lock"):
+        assert [pin for pin in pins(lock).items() if pin[0] in names and pin not in together] == []
+    assert pins("requirements-transformers.lock").items() <= pins("requirements-vllm.lock").items()
