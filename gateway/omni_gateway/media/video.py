@@ -90,7 +90,8 @@ def _aligned(sound: Samples, lead_s: float, rate: int) -> Samples:
     lead = round(lead_s * rate)
     aligned = np.concatenate([np.zeros(lead, np.float32), sound]) if lead > 0 else sound[-lead:]
     # No model hears nothing at all: a sound that ended before the pictures began is silence.
-    return np.pad(aligned, (0, max(0, round(_LEAST_SOUND_S * rate) - len(aligned))))
+    missing = round(_LEAST_SOUND_S * rate) - len(aligned)
+    return np.pad(aligned, (0, missing)) if missing > 0 else aligned
 
 
 @dataclass(slots=True)
